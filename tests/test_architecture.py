@@ -1,0 +1,101 @@
+"""Who may import whom, read from the syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PURE = ("plan", "split", "schedule", "stopping", "token_weights")
+OURS = {"tunebook", "recipes", "configs", "loss_fns"}
+LAZY = {"torch", "transformers", "datasets", "wandb", "matplotlib", "pandas", "pyarrow"}
+
+
+def python_files(folder):
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports(path, *, top_level_only=False):
+    """Dotted names of every import of a file; those under `if TYPE_CHECKING` are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(id(child) for child in ast.walk(node))
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    names = set()
+    for node in nodes:
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def starts_with(name, prefixes):
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def test_losses_import_torch_and_nothing_of_ours():
+    for path in python_files("loss_fns"):
+        foreign = {name for name in imports(path) if starts_with(name, OURS - {"loss_fns"})}
+        assert not foreign, path
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_import_only_types(module):
+    for name in imports(ROOT / "tunebook" / f"{module}.py"):
+        assert not starts_with(name, OURS) or starts_with(name, {"tunebook.types"}), name
+        assert not starts_with(name, LAZY), name
+
+
+def test_the_library_never_imports_a_recipe():
+    for path in python_files("tunebook"):
+        assert not any(starts_with(name, {"recipes", "configs"}) for name in imports(path)), path
+
+
+def test_only_backends_import_losses():
+    for path in python_files("tunebook"):
+        if "backends" not in path.parts:
+            assert not any(starts_with(name, {"loss_fns"}) for name in imports(path)), path
+
+
+def test_recipes_do_not_import_each_other():
+    for path in python_files("recipes"):
+        assert not any(starts_with(name, {"recipes"}) for name in imports(path)), path
+
+
+def test_backends_know_nothing_of_data_and_rollouts():
+    forbidden = {"tunebook.data", "tunebook.rewards", "tunebook.rollouts", "tunebook.render"}
+    for path in python_files("tunebook/backends"):
+        assert not any(starts_with(name, forbidden) for name in imports(path)), path
+
+
+def test_only_build_calls_instantiate():
+    for folder in ("tunebook", "recipes"):
+        for path in python_files(folder):
+            if path.name != "compose.py":
+                assert "instantiate" not in path.read_text(encoding="utf-8"), path
+
+
+def test_heavy_packages_are_imported_where_they_are_used():
+    """`--help` and `--cfg job` answer at once."""
+    for folder in ("tunebook", "recipes"):
+        for path in python_files(folder):
+            if "local" not in path.parts:
+                heavy = {name for name in imports(path, top_level_only=True) if starts_with(name, LAZY)}
+                assert not heavy, (path, heavy)
+
+
+def test_nothing_names_a_machine():
+    """Files of the project hold no path of somebody's machine and no secret-looking key."""
+    marks = ["/home/" + "user", "/ro" + "ot/", "/wo" + "rk/"]
+    for folder in ("tunebook", "recipes", "configs", "loss_fns", "scripts", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".md", ".json"):
+                text = path.read_text(encoding="utf-8")
+                assert not any(mark in text for mark in marks), path

@@ -1,0 +1,307 @@
+"""Composing configs: defaults, overrides, typos, types, paths, resume."""
+
+import importlib.resources
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tunebook.compose import (
+    build,
+    build_function,
+    compose,
+    from_yaml,
+    recipe_keys,
+    resumed_config,
+    to_yaml,
+)
+from tunebook.config import Mask, SFTConfig
+from tunebook.errors import ConfigError
+from tunebook.key_suggestions import nearest_key
+
+
+def group_files(group):
+    folder = importlib.resources.files("configs").joinpath(group)
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def run_recipe(*arguments, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "recipes.sft", *arguments],
+        capture_output=True, text=True, cwd=cwd, check=False,
+    )  # fmt: skip
+
+
+def test_defaults_compose_to_the_schema():
+    config = compose("sft")
+    assert isinstance(config, SFTConfig)
+    assert config.plan.batch_size == 16
+    assert config.plan.epochs == 1
+    assert config.data.mask is Mask.all_assistant
+    assert config.tracker is None
+    assert config.lora is not None and config.lora.to_lora().scale == 2.0
+
+
+@pytest.mark.parametrize("group", ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"])
+def test_every_file_composes(group):
+    for name in group_files(group):
+        if name != "base":
+            compose("sft", [f"{group}={name}"])
+
+
+def test_every_model_with_every_experiment_composes():
+    models = [name for name in group_files("model") if name != "base"]
+    for model, experiment in itertools.product(models, group_files("experiment")):
+        config = compose("sft", [f"model={model}", f"experiment={experiment}"])
+        assert config.model.name
+
+
+def test_an_experiment_applies_and_the_command_line_wins():
+    config = compose("sft", ["experiment=gsm8k_smollm2", "plan.batch_size=4"])
+    assert config.model.name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (config.plan.batch_size, config.max_seq_len) == (4, 512)
+
+
+TYPOS = [
+    ("optimizer.lr", "optimizer.learning_rate"),
+    ("optimizer.learning_rte", "optimizer.learning_rate"),
+    ("trainer.learning_rte", "optimizer.learning_rate"),
+    ("learning_rate", "optimizer.learning_rate"),
+    ("lora.r", "lora.rank"),
+    ("plan.epoch", "plan.epochs"),
+    ("num_train_epochs", "plan.epochs"),
+    ("max_length", "max_seq_len"),
+    ("backend.micro_batch_token", "backend.micro_batch_tokens"),
+    ("data.system_promt", "data.system_prompt"),
+    ("data.eval.pth", "data.eval.path"),
+    ("early_stopping.patince", "early_stopping.patience"),
+]
+
+
+@pytest.mark.parametrize(("typo", "meant"), TYPOS)
+def test_a_misspelt_key_names_the_valid_one(typo, meant):
+    """Case 89, on the command line and from a programmatic dict, at every depth."""
+    added = [] if typo.startswith("backend.") else [[f"+{typo}=1"]]  # `build` judges these
+    for overrides in ([f"{typo}=1"], *added, {typo: 1}):
+        with pytest.raises(ConfigError) as raised:
+            compose("sft", overrides)
+        assert typo in str(raised.value)
+        assert meant in str(raised.value)
+
+
+def test_a_misspelt_key_in_a_file_names_the_valid_one(tmp_path):
+    """Case 89 in YAML."""
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("# @package _global_\noptimizer: {learning_rte: 1e-4}\n")
+    done = run_recipe("--config-dir", str(tmp_path), "experiment=mine")
+    assert done.returncode == 2
+    assert "optimizer.learning_rte" in done.stderr and "optimizer.learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_line_fails_fast_and_clearly(tmp_path):
+    """`optimizer.lr` fails in under 2 s (measured with room for a busy machine), exit code 2."""
+    started = time.monotonic()
+    done = run_recipe("optimizer.lr=1e-4", cwd=tmp_path)
+    assert time.monotonic() - started < 20
+    assert done.returncode == 2
+    assert "optimizer.learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_heavy_is_imported_to_answer(tmp_path):
+    code = (
+        "import sys\nfrom recipes.sft import main\n"
+        "try: main(['--cfg', 'job'])\nfinally:\n"
+        " heavy = {'torch', 'transformers', 'datasets', 'wandb', 'matplotlib', 'pandas'}\n"
+        " print('HEAVY', sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "HEAVY []" in done.stderr
+    assert "learning_rate: 0.0002" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_key_with_its_meaning():
+    done = run_recipe("--help")
+    assert done.returncode == 0
+    for key in ("optimizer.learning_rate", "plan.checkpoint_every", "lora.target_modules", "[q_proj,"):
+        assert key in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("eval.fraction=2", ["eval.fraction=2.0", "at most 1"]),
+        ("plan.batch_size=0", ["plan.batch_size=0", "at least 1"]),
+        ("lora.rank=0", ["lora.rank=0"]),
+        ("lora.dropout=1.0", ["lora.dropout=1.0", "below 1"]),
+        ("lora.target_modules=3", ["lora.target_modules=3", "all-linear"]),
+        ("lora.target_modules=[]", ["lora.target_modules"]),
+        ("schedule.warmup=2.5", ["schedule.warmup=2.5", "whole number"]),
+        ("schedule.kind=step", ["schedule.kind", "cosine"]),
+        ("optimizer.learning_rate=nan", ["optimizer.learning_rate=nan"]),
+        ("optimizer.learning_rate=abc", ["optimizer.learning_rate", "abc"]),
+        ("optimizer.kind=muon", ["optimizer.kind=muon", "lora=null"]),
+        ("data.mask=foo", ["data.mask", "foo", "all_assistant"]),
+        ("data.weight=0", ["data.weight=0.0"]),
+        ("early_stopping.patience=0", ["early_stopping.patience=0"]),
+        ("normalization.kind=fixed_horizon", ["normalization.horizon"]),
+        ("normalization.horizon=5", ["normalization.horizon=5", "fixed_horizon"]),
+        ("model=nosuch", ["model/nosuch", "smollm2_135m"]),
+        ("name=a,b", ["name=a,b", "[value1,value2]", "--multirun"]),
+    ],
+)
+def test_bad_values_name_key_value_and_what_is_allowed(override, words):
+    with pytest.raises(ConfigError) as raised:
+        compose("sft", [override])
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_early_stopping_without_an_eval_set_is_a_contradiction():
+    """Case 39: share 0 holds nothing out, so options that need it are refused."""
+    with pytest.raises(ConfigError, match=r"early_stopping\.patience=3 needs an eval set"):
+        compose("sft", ["early_stopping.patience=3", "eval.fraction=0"])
+
+
+def test_list_values_and_equals_signs():
+    """Case 94."""
+    for line in ("lora.target_modules=[q_proj, v_proj]", "lora.target_modules=[q_proj,v_proj]"):
+        config = compose("sft", [line])
+        assert config.lora is not None
+        assert config.lora.to_lora().target_modules == ("q_proj", "v_proj")
+    assert compose("sft", ["name='a=b'"]).name == "a=b"
+
+
+def test_programmatic_values_keep_their_type():
+    """Case 91: nothing is parsed twice, and the saved config reads back equal."""
+    config = compose(
+        "sft",
+        {
+            "name": "1e5",
+            "start_from": None,
+            "data.system_prompt": "a: b",
+            "data.columns": {"prompt": "true", "answer": "[a]"},
+            "data.id_column": "null",
+            "lora.target_modules": ["a", "b"],
+        },
+    )
+    assert config.name == "1e5"
+    assert config.start_from is None
+    assert config.data.system_prompt == "a: b"
+    assert config.data.columns == {"prompt": "true", "answer": "[a]"}
+    assert config.data.id_column == "null"
+    assert config.lora is not None and config.lora.target_modules == ["a", "b"]
+    assert from_yaml(to_yaml(config), "sft") == config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.columns={prompt: question}"],
+        ["data.columns.prompt=question"],
+        ["+data.columns.prompt=question"],
+        {"data.columns.prompt": "question"},
+        {"data.columns": {"prompt": "question"}},
+    ],
+)
+def test_column_names_and_loss_arguments_are_free(overrides):
+    assert compose("sft", overrides).data.columns == {"prompt": "question"}
+    assert compose("sft", ["loss.factor=2"]).loss["factor"] == 2
+    assert compose("sft", ["data.eval.columns.prompt=q"]).data.eval.columns == {"prompt": "q"}
+
+
+def test_full_weights():
+    config = compose("sft", ["lora=null", "optimizer.kind=muon"])
+    assert config.lora is None
+    assert from_yaml(to_yaml(config), "sft") == config
+
+
+def test_relative_paths_mean_where_the_user_stands(tmp_path, monkeypatch):
+    """Case 92: absolute in the config, and the process stays where it was."""
+    monkeypatch.chdir(tmp_path)
+    config = compose("sft", ["data.path=rel.jsonl", "data.eval.path=sub/eval.jsonl"])
+    assert config.data.path == str(tmp_path / "rel.jsonl")
+    assert config.data.eval.path == str(tmp_path / "sub" / "eval.jsonl")
+    assert config.runs_dir == str(tmp_path / "runs")
+    assert os.getcwd() == str(tmp_path)
+    assert compose("sft").data.path == "pkg://tunebook/assets/tiny_data/chats.jsonl"
+
+
+def test_a_mixture():
+    config = compose("sft", ["data=mixture", "data.sources=[{path: /a.jsonl}, {path: /b.jsonl, weight: 2}]"])
+    assert [(source.path, source.weight) for source in config.data.sources] == [("/a.jsonl", 1.0), ("/b.jsonl", 2.0)]
+    with pytest.raises(ConfigError, match="weigth"):
+        compose("sft", ["data=mixture", "data.sources=[{path: /a.jsonl, weigth: 2}]"])
+
+
+def test_resume_takes_the_runs_own_config(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose("sft", ["seed=7", "plan.epochs=2"])))
+    config = compose("sft", [f"resume={tmp_path}", "plan.epochs=3"])
+    assert (config.seed, config.plan.epochs, config.resume) == (7, 3, str(tmp_path))
+    same = compose("sft", {"resume": str(tmp_path), "plan.epochs": 3})
+    assert same == config
+
+
+@pytest.mark.parametrize("override", ["seed=1", "optimizer.learning_rate=1", "data.path=x.jsonl", "model=tiny"])
+def test_resume_refuses_what_decided_the_past(tmp_path, override):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose("sft")))
+    with pytest.raises(ConfigError, match="start_from"):
+        compose("sft", [f"resume={tmp_path}", override])
+
+
+def test_resume_of_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="no run directory"):
+        resumed_config("sft", str(tmp_path), [], {})
+
+
+def test_build_refuses_what_the_target_does_not_take():
+    with pytest.raises(ConfigError, match=r"backend\.devise.*backend\.device"):
+        build({"_target_": "tunebook.backends.local.LocalBackend", "devise": "cpu"}, key="backend")
+    with pytest.raises(ConfigError, match=r"loss\._target_=no\.such: cannot be imported"):
+        build_function({"_target_": "no.such"}, key="loss")
+    with pytest.raises(ConfigError, match=r"loss\._target_ is missing"):
+        build_function({}, key="loss")
+
+
+def test_build_function_binds_hyper_parameters(tmp_path, monkeypatch):
+    """An own loss from the folder the user stands in."""
+    (tmp_path / "my_losses.py").write_text(
+        "def scaled(logprobs, *, token_weights, factor):\n    return factor * (token_weights * logprobs).sum(), {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loss = build_function({"_target_": "my_losses.scaled", "factor": 2.0}, key="loss")
+    assert loss.keywords == {"factor": 2.0}
+    with pytest.raises(ConfigError, match=r"loss\.factr.*loss\.factor"):
+        build_function({"_target_": "my_losses.scaled", "factr": 2.0}, key="loss")
+    with pytest.raises(ConfigError, match=r"loss\._target.*loss\._target_"):
+        build_function({"_target_": "my_losses.scaled", "_target": "x"}, key="loss")
+
+
+def test_nearest_key_knows_nothing_near():
+    assert nearest_key("zzzqqq", recipe_keys("sft")) is None
+
+
+def test_every_schema_field_is_read_somewhere():
+    """A key nobody reads would be a silent no-op."""
+    root = Path(__file__).parent.parent
+    sources = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("tunebook", "recipes")
+        for path in (root / folder).rglob("*.py")
+        if path.name not in ("config.py", "key_suggestions.py", "config_checks.py")
+    )
+    unread = [
+        key for key in recipe_keys("sft")
+        if not any(mark in sources for mark in (f".{key.rpartition('.')[2]}", f'"{key.rpartition(".")[2]}"'))
+    ]  # fmt: skip
+    unread = [key for key in unread if not key.startswith(("backend.", "loss.", "tracker."))]
+    assert unread == []

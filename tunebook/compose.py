@@ -1,0 +1,399 @@
+"""From YAML files and overrides to a checked config, and from config nodes to objects.
+
+`compose` is the way in for code and notebooks, `hydra_main` for the command line; both end in
+`parse`, and past it code sees only the schema dataclass. `build` is the only caller of
+`hydra.utils.instantiate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tunebook.config import DataConfig, RecipeConfig, SFTConfig
+from tunebook.config_checks import check_ranges
+from tunebook.errors import ConfigError
+from tunebook.key_suggestions import explain_unknown_key, schema_keys
+
+SCHEMAS: dict[str, type[RecipeConfig]] = {"sft": SFTConfig}
+
+ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
+
+
+def compose(
+    recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> RecipeConfig:
+    """The config of a recipe, from its defaults and overrides.
+
+    Args:
+        recipe: name of a primary config, for example `sft`.
+        overrides: lines as on the command line, or a mapping from dotted keys to values, which keep
+            their type and are never parsed (`{"name": "1e5"}` stays a string).
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or one out of range.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+
+    register_schemas()
+    lines, values = _split_overrides(recipe, overrides)
+    try:
+        with initialize_config_module("configs", version_base="1.3"):
+            config = hydra_compose(recipe, overrides=open_free_sections(lines))
+    except Exception as error:
+        raise explain_composition_error(error, recipe) from error
+    for key, value in values.items():
+        _update(config, key, value, recipe, add=FREE_SECTION.match(f"{key}=") is not None)
+    resume = config.get("resume")
+    if resume:
+        return resumed_config(recipe, str(resume), lines, values)
+    return parse(config, recipe)
+
+
+def register_schemas() -> None:
+    """Makes the schema of every recipe known to Hydra."""
+    from hydra.core.config_store import ConfigStore
+
+    for name, schema in SCHEMAS.items():
+        ConfigStore.instance().store(name=f"{name}_schema", node=schema, provider="tunebook")
+
+
+def parse(config: DictConfig, recipe: str) -> RecipeConfig:
+    """The checked schema dataclass, with paths made absolute.
+
+    Raises:
+        ConfigError: a missing value, or one out of range.
+    """
+    _refuse_extra_keys(config, recipe)
+    try:
+        parsed = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise explain_composition_error(error, recipe) from error
+    assert isinstance(parsed, SCHEMAS[recipe])
+    parsed.tracker = parsed.tracker or None
+    _make_paths_absolute(parsed)
+    check_ranges(parsed)
+    return parsed
+
+
+def to_yaml(config: RecipeConfig) -> str:
+    """The config as YAML text that `from_yaml` reads back to an equal config."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(text: str, recipe: str) -> RecipeConfig:
+    """The config that `to_yaml` wrote.
+
+    Raises:
+        ConfigError: a key that the schema does not know, or a bad value.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(SCHEMAS[recipe]), OmegaConf.create(text))
+    except OmegaConfBaseException as error:
+        raise explain_composition_error(error, recipe) from error
+    assert isinstance(merged, DictConfig)
+    return parse(merged, recipe)
+
+
+FREE_SECTION = re.compile(r"(data|data\.eval)\.(columns|function_args)[.=]|loss\.[^=]*=")
+"""Keys below these are names of the user's own: of columns, and of a function's arguments."""
+
+
+def open_free_sections(lines: Sequence[str]) -> list[str]:
+    """Override lines with `++` put before keys that need not exist yet, so nobody has to know it."""
+    return [f"++{line}" if FREE_SECTION.match(line) else line for line in lines]
+
+
+RESUMABLE = (
+    "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
+    "early_stopping", "checkpoints", "tracker", "backend", "samples", "dry_run", "strict",
+)  # fmt: skip
+"""Keys that may change when a run goes on; all others decided what was already trained."""
+
+
+def resumed_config(
+    recipe: str, resume: str, lines: Sequence[str], values: Mapping[str, Any]
+) -> RecipeConfig:
+    """The config of an earlier run, with the overrides of this start applied to it.
+
+    Raises:
+        ConfigError: no such run, or an override that would change what was trained already.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    path = Path(resume).expanduser().resolve()
+    file = path / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"resume={resume}: {path} is no run directory (it has no config.yaml)")
+    changes: dict[str, Any] = {
+        override.key_or_group: override.value()
+        for override in OverridesParser.create().parse_overrides(list(lines))
+    }
+    changes.update(values)
+    changes.pop("resume", None)
+    for key in changes:
+        if not any(key == name or key.startswith(name + ".") for name in RESUMABLE):
+            raise ConfigError(
+                f"{key} cannot change when a run goes on, it decided what was already trained. "
+                f"Resumable: {', '.join(RESUMABLE)}. For anything else start a new run with "
+                f"start_from={resume}"
+            )
+    config = OmegaConf.structured(from_yaml(file.read_text(encoding="utf-8"), recipe))
+    OmegaConf.set_struct(config, True)
+    for key, value in changes.items():
+        _update(config, key, value, recipe)
+    config.resume = str(path)
+    return parse(config, recipe)
+
+
+def build(node: Mapping[str, Any], *, key: str, **arguments: Any) -> Any:
+    """The object that a config node names by `_target_`.
+
+    Args:
+        node: `_target_` and keyword arguments.
+        key: where the node stands in the config, for messages.
+        arguments: passed besides the node's own.
+
+    Raises:
+        ConfigError: the target cannot be imported, or does not take one of the arguments.
+    """
+    from hydra.utils import instantiate
+
+    target = _target(node, key)
+    _check_arguments(target, {**node, **arguments}, key)
+    return instantiate(dict(node), **arguments, _convert_="all")
+
+
+def build_function(node: Mapping[str, Any], *, key: str) -> functools.partial[Any]:
+    """The function that a config node names, with its hyper-parameters bound.
+
+    Raises:
+        ConfigError: as in `build`.
+    """
+    target = _target(node, key)
+    parameters = {name: value for name, value in node.items() if name != "_target_"}
+    _check_arguments(target, parameters, key)
+    return functools.partial(target, **parameters)
+
+
+def hydra_main(
+    recipe: str, execute: Callable[[RecipeConfig], int], argv: Sequence[str] | None = None
+) -> int:
+    """Runs a recipe from the command line; returns the exit code.
+
+    Hydra's own flags (`--cfg job`, `--multirun`, `--config-dir`) work as documented by Hydra.
+
+    Args:
+        recipe: name of the primary config.
+        execute: runs one composed config and returns its exit code.
+        argv: arguments after the program's name; None = those of the process.
+    """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    register_schemas()
+    codes: list[int] = []
+    failures: list[Exception] = []
+
+    def task(config: DictConfig) -> None:
+        # Caught here: Hydra would first print its own lines about any exception.
+        try:
+            if config.resume:
+                lines = list(HydraConfig.get().overrides.task)
+                parsed = resumed_config(recipe, str(config.resume), lines, {})
+            else:
+                parsed = parse(config, recipe)
+            codes.append(execute(parsed))
+        except Exception as error:
+            failures.append(error)
+
+    # Composition errors come to us instead of being printed with advice on Hydra's internals.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = [sys.argv[0], *open_free_sections(sys.argv[1:] if argv is None else argv)]
+    try:
+        hydra.main(config_path="pkg://configs", config_name=recipe, version_base="1.3")(task)()
+    except Exception as error:
+        if _is_composition_error(error):
+            raise explain_composition_error(error, recipe) from error
+        raise
+    if failures:
+        raise failures[0]
+    return max(codes, default=0)
+
+
+def explain_composition_error(error: Exception, recipe: str) -> ConfigError:
+    """What a person did wrong, in one paragraph with the key, the value and what is allowed."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    text = str(cause).strip().split("\nConfig search path")[0]
+    full_key = _key_in_message(str(error)) or getattr(cause, "full_key", None)
+    unknown = ("is not in struct", "not in '", "Could not override", "Key '")
+    is_value_error = type(cause).__name__ in ("ValidationError", "UnsupportedValueType")
+    if full_key and not is_value_error and any(words in text for words in unknown):
+        keys = recipe_keys(recipe)
+        if full_key in keys:  # the unknown one is in a list or mapping below it
+            return ConfigError(f"{full_key}: {text.splitlines()[0]}")
+        return ConfigError(explain_unknown_key(full_key, keys))
+    if full_key and type(cause).__name__ == "MissingMandatoryValue":
+        return ConfigError(f"{full_key} is missing: give it, for example {full_key}=<value>")
+    if full_key and is_value_error:
+        return ConfigError(f"{full_key}: {text.splitlines()[0]}")
+    return ConfigError(text)
+
+
+def recipe_keys(recipe: str) -> list[str]:
+    """Every dotted key of a recipe: the schema's, and those of the free-form groups' files."""
+    keys = schema_keys(SCHEMAS[recipe])
+    for group in ("backend", "loss", "tracker"):
+        names: set[str] = set()
+        for file in importlib.resources.files("configs").joinpath(group).iterdir():
+            content = OmegaConf.create(file.read_text(encoding="utf-8"))
+            names.update(str(name) for name in content if str(name).isidentifier())
+        keys += sorted(f"{group}.{name}" for name in names - {"defaults"})
+    return keys
+
+
+def _refuse_extra_keys(config: DictConfig, recipe: str) -> None:
+    """Raises for a key that `+key=value` or a file put there and nobody reads."""
+    known = set(schema_keys(SCHEMAS[recipe]))
+    sections = {key.rpartition(".")[0] for key in known}
+
+    def check(node: DictConfig, prefix: str) -> None:
+        for name in node:
+            key = f"{prefix}{name}"
+            if key not in known:
+                raise ConfigError(explain_unknown_key(_leaf(node, name, key), recipe_keys(recipe)))
+            if key in sections and not OmegaConf.is_missing(node, name) and node[name] is not None:
+                check(node[name], f"{key}.")
+
+    check(config, "")
+
+
+def _leaf(node: DictConfig, name: Any, key: str) -> str:
+    """The first key inside an unknown section, which is what a person wrote."""
+    while isinstance(node[name], DictConfig) and len(node[name]):
+        node, name = node[name], next(iter(node[name]))
+        key = f"{key}.{name}"
+    return key
+
+
+def _is_composition_error(error: Exception) -> bool:
+    from hydra.errors import HydraException
+
+    return isinstance(error, HydraException | OmegaConfBaseException)
+
+
+def _key_in_message(message: str) -> str | None:
+    for start in ("Could not override '", "Error merging override "):
+        if message.startswith(start):
+            return message.removeprefix(start).split("'")[0].split("=")[0].lstrip("+").strip()
+    found = re.search(r"full_key: (\S+)", message)
+    return found[1] if found else None
+
+
+def _split_overrides(
+    recipe: str, overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Override lines for Hydra (group choices among them), and values to set as they are."""
+    if not isinstance(overrides, Mapping):
+        return list(overrides), {}
+    groups = {"backend", "model", "data", "loss", "tracker", "experiment", "sweep"}
+    lines = [f"{key}={value}" for key, value in overrides.items() if _is_choice(key, value, groups)]
+    values = {key: value for key, value in overrides.items() if not _is_choice(key, value, groups)}
+    return lines, values
+
+
+def _is_choice(key: str, value: Any, groups: set[str]) -> bool:
+    return key in groups and isinstance(value, str)
+
+
+def _update(
+    config: DictConfig, key: str, value: Any, recipe: str, *, add: bool = False
+) -> None:
+    try:
+        OmegaConf.update(config, key, _plain(value), merge=True, force_add=add)
+    except OmegaConfBaseException as error:
+        if getattr(error, "full_key", None) is None or type(error).__name__.startswith("ConfigKey"):
+            raise ConfigError(explain_unknown_key(key, recipe_keys(recipe))) from error
+        raise explain_composition_error(error, recipe) from error
+    except AttributeError as error:
+        raise ConfigError(explain_unknown_key(key, recipe_keys(recipe))) from error
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _target(node: Mapping[str, Any], key: str) -> Any:
+    import hydra.utils
+
+    path = node.get("_target_")
+    if not path:
+        raise ConfigError(f"{key}._target_ is missing: give the dotted path of what to use")
+    if "" not in sys.path:  # the console script does not look where the user stands
+        sys.path.insert(0, "")
+    try:
+        return hydra.utils.get_object(str(path))
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise ConfigError(f"{key}._target_={path}: cannot be imported: {cause}") from error
+
+
+def _check_arguments(target: Any, arguments: Mapping[str, Any], key: str) -> None:
+    signature = inspect.signature(target)
+    accepted = {
+        name for name, parameter in signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }  # fmt: skip
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in arguments:
+        if name != "_target_" and name not in accepted and not takes_any:
+            known = [f"{key}.{each}" for each in ("_target_", *sorted(accepted))]
+            raise ConfigError(explain_unknown_key(f"{key}.{name}", known))
+
+
+def _make_paths_absolute(config: RecipeConfig) -> None:
+    """Relative paths mean the folder the user stands in; the record must not depend on it."""
+    for source in _sources(config.data):
+        if source.path is not None and not source.path.startswith("pkg://"):
+            source.path = os.path.abspath(os.path.expanduser(source.path))
+    config.runs_dir = os.path.abspath(os.path.expanduser(config.runs_dir))
+    for name in ("start_from", "resume"):
+        value = getattr(config, name)
+        if value is not None:
+            setattr(config, name, os.path.abspath(os.path.expanduser(value)))
+    for name in ("name", "tokenizer", "chat_template"):
+        value = getattr(config.model, name)
+        if value is not None and Path(value).expanduser().exists():
+            setattr(config.model, name, os.path.abspath(os.path.expanduser(value)))
+
+
+def _sources(data: DataConfig) -> list[Any]:
+    return [data, *data.sources, data.eval]
+
+
+def as_dict(config: RecipeConfig) -> dict[str, Any]:
+    """The config as plain values, enums by their name."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value.value
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return value
+
+    return plain(dataclasses.asdict(config))

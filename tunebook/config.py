@@ -1,0 +1,353 @@
+"""Config schemas, and the three ways in: `compose`, `parse`, `build`.
+
+Values live in the YAML files of `configs/`, types, units and documentation here. The schema comes
+first in every defaults list, so a key nobody reads fails while composing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+from tunebook import types
+
+
+class RowFormat(StrEnum):
+    """Shape of the rows of a source."""
+
+    auto = "auto"
+    messages = "messages"
+    prompt_completion = "prompt_completion"
+    preference = "preference"
+    prompt = "prompt"
+
+
+class Mask(StrEnum):
+    """Which tokens carry loss."""
+
+    all_assistant = "all_assistant"
+    last_assistant = "last_assistant"
+    all = "all"
+
+
+class OnBadRow(StrEnum):
+    """What happens to a row that cannot be used."""
+
+    fail = "fail"
+    skip = "skip"
+
+
+class OnLongRow(StrEnum):
+    """What happens to a row longer than `max_seq_len`."""
+
+    truncate = "truncate"
+    skip = "skip"
+    error = "error"
+
+
+class OnBlankAnswer(StrEnum):
+    """What happens to a row whose trained answer is empty or white space."""
+
+    error = "error"
+    end_token = "end_token"
+
+
+class Normalization(StrEnum):
+    """The divisor of the loss over one optimizer step; see `tunebook.token_weights`."""
+
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    fixed_horizon = "fixed_horizon"
+    token_sum = "token_sum"
+
+
+class OptimizerKind(StrEnum):
+    """The update rule."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class ScheduleKind(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Direction(StrEnum):
+    """Which way a metric improves."""
+
+    down = "down"
+    up = "up"
+
+
+@dataclass
+class SourceConfig:
+    """One source of rows: exactly one of `path`, `hub`, `function`."""
+
+    path: str | None = None
+    """JSONL, JSON, CSV or Parquet file, folder or glob; `pkg://package/file` for a packaged one."""
+    hub: str | None = None
+    """Hub dataset id, loaded through `datasets`."""
+    subset: str | None = None
+    """Hub dataset configuration name."""
+    split: str | None = None
+    """Hub dataset split; null = train."""
+    revision: str | None = None
+    """Hub dataset revision: branch, tag or commit."""
+    function: str | None = None
+    """Dotted path of a function that returns rows (dicts)."""
+    function_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `function`."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Renames, our name: name in the source, for example {prompt: question, answer: solution}."""
+    limit: int | None = None
+    """Rows to take from the start of the source; null = all."""
+    weight: float = 1.0
+    """Appearances of each row per epoch: 2 = twice, 0.5 = every other epoch."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it names anything to read."""
+        return (self.path or self.hub or self.function) is not None
+
+
+@dataclass
+class DataConfig(SourceConfig):
+    """The rows of a run: one source inline, or several under `sources`."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources mixed by their `weight`; then path, hub and function stay null."""
+    eval: SourceConfig = field(default_factory=SourceConfig)
+    """A separate source of eval rows; if nothing is named here, a split is held out."""
+    format: RowFormat = MISSING
+    """Shape of the rows; auto = told from the columns."""
+    system_prompt: str | None = None
+    """Put first in every row; rows that already have a system message make it refuse."""
+    mask: Mask = MISSING
+    """Which tokens carry loss. Per-message `weight`/`trainable` fields refine it."""
+    on_bad_row: OnBadRow = MISSING
+    """fail = refuse with every located problem; skip = leave such rows out, counted and listed."""
+    on_long_row: OnLongRow = MISSING
+    """truncate = cut on the right (no end token is invented), skip, or error."""
+    on_blank_answer: OnBlankAnswer = MISSING
+    """error = a bad row; end_token = supervise only the end of the turn."""
+    id_column: str | None = None
+    """Column that identifies a row, so that an edited row keeps its side of the split."""
+    group_column: str | None = None
+    """Column whose equal values stay on one side of the split, for example a document id."""
+
+
+@dataclass
+class ModelConfig:
+    """The base model."""
+
+    name: str = MISSING
+    """Hub id or folder; `pkg://package/folder` for a packaged model."""
+    revision: str | None = None
+    """Hub revision: branch, tag or commit."""
+    tokenizer: str | None = None
+    """Hub id or folder of the tokenizer; null = the model's own."""
+    chat_template: str | None = None
+    """File with a Jinja template to use instead of the model's; `none` = render as plain text."""
+    trust_remote_code: bool = MISSING
+    """Allow a model repository to run its own Python code."""
+    allow_pickle: bool = MISSING
+    """Allow weights that are not safetensors, which can run code when loaded."""
+
+
+@dataclass
+class PlanConfig:
+    """How long to train; exactly one of `epochs` and `max_steps`."""
+
+    batch_size: int = MISSING
+    """Rows per optimizer step."""
+    epochs: float | None = None
+    """Passes over the training rows."""
+    max_steps: int | None = None
+    """Optimizer steps."""
+    checkpoint_every: int = MISSING
+    """Steps between evaluations and checkpoints; 0 = only at the end."""
+    drop_last: bool = MISSING
+    """Leave out the partial last batch of an epoch; the plan states the unused rows."""
+    probe: bool = MISSING
+    """Measure one step on the backend for the time and memory estimate of a dry run."""
+    hash: str | None = None
+    """Refuse to run unless the plan has this hash (as printed by a dry run)."""
+
+
+@dataclass
+class EvalConfig:
+    """The held-out split and the metric that picks the best checkpoint."""
+
+    fraction: float = MISSING
+    """Share of the rows held out; 0 = none."""
+    min_rows: int = MISSING
+    """Rows; a smaller share holds out nothing."""
+    max_rows: int = MISSING
+    """Rows; a larger share is capped."""
+    monitor: str | None = None
+    """Metric that picks the best checkpoint; null = the recipe's own."""
+    direction: Direction | None = None
+    """Which way `monitor` improves; null = inferred from its name (loss down, accuracy up)."""
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """Stop when the monitor no longer improves."""
+
+    patience: int | None = None
+    """Evaluations without an improvement; null = off."""
+    min_delta: float = MISSING
+    """Change of the monitor that counts as an improvement (strictly more than this)."""
+
+
+@dataclass
+class CheckpointsConfig:
+    """Which checkpoints stay on disk."""
+
+    keep: int = MISSING
+    """Checkpoints kept; the best and the newest always are."""
+
+
+@dataclass
+class OptimizerConfig:
+    """One optimizer step. Every value is sent at every step."""
+
+    kind: OptimizerKind = MISSING
+    """Update rule; muon needs full weights."""
+    learning_rate: float = MISSING
+    """Peak learning rate."""
+    beta1: float = MISSING
+    """Decay of the first moment."""
+    beta2: float = MISSING
+    """Decay of the second moment."""
+    eps: float = MISSING
+    """Added to the root of the second moment."""
+    weight_decay: float = MISSING
+    """Decoupled weight decay."""
+    max_grad_norm: float = MISSING
+    """Global gradient norm to clip to; 0 = off."""
+    momentum: float = MISSING
+    """muon only: decay of the momentum."""
+    newton_schulz_steps: int = MISSING
+    """muon only: iterations of the orthogonalisation."""
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate as a function of the step."""
+
+    kind: ScheduleKind = MISSING
+    """Shape after warm-up."""
+    warmup: float = MISSING
+    """Steps if >= 1, a fraction of the planned steps if below 1; the peak is reached at its end."""
+    final_fraction: float = MISSING
+    """Floor: the last learning rate as a fraction of the peak."""
+    decay: float = MISSING
+    """wsd only: fraction of the planned steps spent decaying."""
+
+
+@dataclass
+class LoraSettings:
+    """The adapter; `lora=null` trains the full weights."""
+
+    rank: int = MISSING
+    """Inner dimension of B A."""
+    alpha: float = MISSING
+    """Scale numerator: the update is alpha / rank * B A."""
+    dropout: float = MISSING
+    """Share of adapter inputs zeroed while training."""
+    target_modules: Any = MISSING
+    """`all-linear`, or a list of suffixes of module names such as [q_proj, v_proj]."""
+    seed: int = MISSING
+    """Seed of the initial A."""
+    rslora: bool = MISSING
+    """Scale by alpha / sqrt(rank) instead."""
+
+    def to_lora(self) -> types.LoraConfig:
+        """The adapter as backends take it."""
+        targets = self.target_modules
+        return types.LoraConfig(
+            rank=self.rank,
+            alpha=self.alpha,
+            dropout=self.dropout,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+            seed=self.seed,
+            rslora=self.rslora,
+        )
+
+
+@dataclass
+class SamplesConfig:
+    """Answers sampled before and after training, to look at."""
+
+    num_prompts: int = MISSING
+    """Prompts of the eval split (else of the training rows) to answer; 0 = none."""
+    max_tokens: int = MISSING
+    """Tokens of the longest answer."""
+    temperature: float = MISSING
+    """0 = greedy."""
+
+
+@dataclass
+class RecipeConfig:
+    """The keys every recipe shares."""
+
+    backend: dict[str, Any] = MISSING
+    """`_target_` and its arguments."""
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    """Rows to train on."""
+    loss: dict[str, Any] = MISSING
+    """`_target_` of the loss function and its hyper-parameters."""
+    tracker: dict[str, Any] | None = None
+    """`_target_` of an experiment tracker and its arguments; null = none."""
+    name: str | None = None
+    """Name of the run, part of its folder's name."""
+    seed: int = MISSING
+    """Order of the rows."""
+    runs_dir: str = MISSING
+    """Folder that run directories are made in."""
+    plan: PlanConfig = MISSING
+    eval: EvalConfig = MISSING
+    early_stopping: EarlyStoppingConfig = MISSING
+    checkpoints: CheckpointsConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    schedule: ScheduleConfig = MISSING
+    lora: LoraSettings | None = MISSING
+    max_seq_len: int = MISSING
+    """Tokens of the longest row."""
+    samples: SamplesConfig = MISSING
+    start_from: str | None = None
+    """A run directory, checkpoint or adapter to begin from (weights only, step 0)."""
+    resume: str | None = None
+    """A run directory to go on with, exactly."""
+    dry_run: bool = MISSING
+    """Stop after preparing, having printed and written the plan."""
+    strict: bool = MISSING
+    """Refuse to run where a setting would have to be downgraded."""
+
+
+@dataclass
+class NormalizationConfig:
+    """The divisor of the loss over one optimizer step."""
+
+    kind: Normalization = MISSING
+    """What the loss is a mean over."""
+    horizon: int | None = None
+    """fixed_horizon only: tokens that stand for a full row."""
+
+
+@dataclass
+class SFTConfig(RecipeConfig):
+    """Supervised fine-tuning."""
+
+    normalization: NormalizationConfig = MISSING
+    """How the loss is averaged."""

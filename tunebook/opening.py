@@ -1,0 +1,110 @@
+"""Builds backends and opens sessions as a config says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tunebook.backends.base import Backend, Session
+from tunebook.columns import loss_name
+from tunebook.compose import build, build_function
+from tunebook.config import RecipeConfig
+from tunebook.errors import ConfigError
+from tunebook.runs import Checkpoint, RunDir, newest_checkpoint
+from tunebook.types import CheckpointRef
+
+
+def build_backend(config: RecipeConfig) -> Backend:
+    """The backend of a config; nothing is loaded or created until a session is opened."""
+    model = config.model
+    return build(
+        config.backend,
+        key="backend",
+        model=model.name,
+        revision=model.revision,
+        tokenizer=model.tokenizer,
+        chat_template=model.chat_template,
+        trust_remote_code=model.trust_remote_code,
+        allow_pickle=model.allow_pickle,
+    )
+
+
+def check_backend(config: RecipeConfig) -> None:
+    """Returns if the backend can do what the config asks for; opens nothing.
+
+    Raises:
+        ConfigError: names the setting and what the backend can do.
+    """
+    can = build_backend(config).capabilities
+    if config.lora is None and not can.full_weight:
+        raise ConfigError("lora=null: this backend trains adapters only, not full weights")
+    if config.optimizer.kind.value not in can.optimizers:
+        raise ConfigError(
+            f"optimizer.kind={config.optimizer.kind.value}: this backend has "
+            f"{', '.join(sorted(can.optimizers))}"
+        )
+    if can.max_seq_len is not None and config.max_seq_len > can.max_seq_len:
+        raise ConfigError(
+            f"max_seq_len={config.max_seq_len}: the model takes at most {can.max_seq_len} tokens"
+        )
+    name = loss_name(build_function(config.loss, key="loss"))
+    if can.losses is not None and name not in can.losses:
+        raise ConfigError(
+            f"loss {name!r}: this backend computes {', '.join(sorted(can.losses))} only"
+        )
+
+
+def open_session(
+    config: RecipeConfig, backend: Backend, run: RunDir, resumed: Checkpoint | None
+) -> Session:
+    """The session a run trains in: fresh, begun from other weights, or going on exactly.
+
+    Args:
+        config: of the run.
+        backend: opened by the caller.
+        run: its `checkpoints/` takes the session's files.
+        resumed: the checkpoint to go on from, optimizer state included.
+    """
+    if resumed is not None:
+        restore, with_optimizer = resumed.ref, True
+    else:
+        restore, with_optimizer = starting_point(config.start_from), False
+    return backend.open_session(
+        f"{run.record.recipe}-{run.record.id}",
+        config.lora.to_lora() if config.lora else None,
+        directory=run.checkpoints_dir,
+        restore=restore,
+        with_optimizer=with_optimizer,
+    )
+
+
+def open_checkpoint(config: RecipeConfig, backend: Backend, run: RunDir, ref: CheckpointRef) -> Session:
+    """A session with the weights of a checkpoint, to sample from or to export."""
+    return backend.open_session(
+        f"{run.record.recipe}-{run.record.id}-{ref.name}",
+        config.lora.to_lora() if config.lora else None,
+        directory=run.checkpoints_dir,
+        restore=ref,
+        with_optimizer=False,
+    )
+
+
+def starting_point(start_from: str | None) -> CheckpointRef | None:
+    """The weights that `start_from` names: the model of a run, a checkpoint, or an adapter.
+
+    Raises:
+        ConfigError: nothing there, or a run without a model or checkpoint.
+    """
+    if start_from is None:
+        return None
+    path = Path(start_from)
+    if not path.is_dir():
+        raise ConfigError(f"start_from={start_from}: no such folder")
+    if not (path / "run.json").is_file():
+        return CheckpointRef(name=path.name, location=str(path), has_optimizer=False)
+    run = RunDir.open(path)
+    if run.record.model_available:
+        return CheckpointRef(name="model", location=str(run.model_dir), has_optimizer=False)
+    newest = newest_checkpoint(run.checkpoints())
+    if newest is None:
+        raise ConfigError(f"start_from={start_from}: the run has neither a model nor a checkpoint")
+    return newest.ref

@@ -1,0 +1,153 @@
+"""The checkpoints of a run: saved, rotated, resumed from, and the best one promoted to `model/`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tunebook.backends.base import Session
+from tunebook.config import RecipeConfig
+from tunebook.errors import ConfigError, NonFiniteError
+from tunebook.evaluate import Monitor
+from tunebook.plan import Plan
+from tunebook.runs import (
+    Checkpoint,
+    Evaluation,
+    RunDir,
+    StopReason,
+    best_checkpoint,
+    checkpoints_to_discard,
+    newest_checkpoint,
+)
+from tunebook.stopping import Evaluation as MonitorValue
+from tunebook.stopping import best_evaluation
+from tunebook.types import CheckpointRef, Metrics
+
+
+class CheckpointBook:
+    """What a run has saved and evaluated, earlier attempts included."""
+
+    def __init__(self, run: RunDir, monitor: Monitor | None, *, keep: int) -> None:
+        self.run = run
+        self.monitor = monitor
+        self.keep = keep
+        self.newest = newest_checkpoint(run.checkpoints())
+        """Where this attempt goes on from; None = the beginning."""
+
+    @property
+    def resumed_step(self) -> int:
+        """Optimizer steps that are in the checkpoint this attempt goes on from."""
+        return self.newest.step if self.newest else 0
+
+    @property
+    def history(self) -> list[MonitorValue]:
+        """The monitored metric of every evaluation of the run."""
+        if self.monitor is None:
+            return []
+        values = self.run.history(self.monitor.metric)
+        return [MonitorValue(step=step, value=value) for step, value in values]
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the best evaluation; None = none had a finite value."""
+        if self.monitor is None:
+            return None
+        best = best_evaluation(self.history, lower_is_better=self.monitor.lower_is_better)
+        return best.step if best else None
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint."""
+        newest = newest_checkpoint(self.run.checkpoints())
+        return newest.step if newest else 0
+
+    @contextmanager
+    def attempt(self, *, planned_steps: int, downgrades: Sequence[str]) -> Iterator[None]:
+        """One attempt of the run; what an earlier one did past its last checkpoint is set aside."""
+        with self.run.attempt(
+            planned_steps=planned_steps,
+            downgrades=downgrades,
+            resumed_from_step=self.resumed_step,
+        ):
+            if self.run.metrics():
+                self.run.rewind(self.resumed_step)
+            yield
+
+    def save(self, session: Session, step: int, evaluation: Metrics | None) -> CheckpointRef:
+        """Saves the session after a step, and lets older checkpoints go."""
+        ref = session.save(f"step_{step:06d}").result()
+        value = evaluation[self.monitor.metric] if evaluation and self.monitor else None
+        self.run.record_checkpoint(Checkpoint(step=step, ref=ref, monitor=value))
+        for old in checkpoints_to_discard(self.run.checkpoints(), self.keep, self.best_step):
+            self.run.record_discarded(old)
+            session.discard(old.ref)
+        self._record_evaluation(promoted_step=None)
+        return ref
+
+    def promoted(self) -> Checkpoint:
+        """The checkpoint that is the result of the run: the best, else the newest.
+
+        Raises:
+            NonFiniteError: the run evaluated, and no evaluation was finite.
+        """
+        checkpoints = self.run.checkpoints()
+        best = best_checkpoint(checkpoints, self.monitor.direction) if self.monitor else None
+        if best is None and self.history:
+            assert self.monitor is not None
+            raise NonFiniteError(
+                f"{self.monitor.metric} was NaN at every evaluation, so no checkpoint is the best "
+                "and none is promoted. Lower optimizer.learning_rate, and look at the rows with "
+                "`tunebook inspect`"
+            )
+        chosen = best or newest_checkpoint(checkpoints)
+        assert chosen is not None, "a run is promoted after its last save"
+        return chosen
+
+    def promote(self, session: Session, chosen: Checkpoint) -> None:
+        """Exports a checkpoint to `model/` as the result of the run."""
+        with self.run.phase("finalizing_s"):
+            session.export(chosen.ref, self.run.model_dir)
+        self._record_evaluation(promoted_step=chosen.step)
+        self.run.set_model_available(True)
+
+    def _record_evaluation(self, *, promoted_step: int | None) -> None:
+        history = self.history
+        if self.monitor is None or not history:
+            return
+        best = best_evaluation(history, lower_is_better=self.monitor.lower_is_better)
+        last = history[-1]
+        self.run.set_evaluation(
+            Evaluation(
+                metric=self.monitor.metric,
+                direction=self.monitor.direction,
+                best=best.value if best else None,
+                best_step=best.step if best else None,
+                last=None if math.isnan(last.value) else last.value,
+                last_step=last.step,
+                count=len(history),
+                promoted_step=promoted_step,
+                promoted_before_last_eval=promoted_step is not None and promoted_step < last.step,
+            )
+        )
+
+
+def check_steps_left(config: RecipeConfig, plan: Plan) -> None:
+    """Returns if the run that `config` resumes has steps left to make.
+
+    Raises:
+        ConfigError: it has made them all.
+    """
+    assert config.resume is not None
+    newest = newest_checkpoint(RunDir.open(config.resume).checkpoints())
+    done = newest.step if newest else 0
+    if done >= plan.planned_steps:
+        raise ConfigError(
+            f"resume={config.resume}: all {plan.planned_steps} planned steps are made, so there is "
+            "nothing to train. Raise plan.epochs (or plan.max_steps) to train further"
+        )
+
+
+def planned_stop(plan: Plan) -> StopReason:
+    """Why a run that makes all its planned steps stops."""
+    return StopReason.MAX_STEPS if plan.by_max_steps else StopReason.COMPLETED

@@ -1,0 +1,108 @@
+"""`--help` of a recipe: every key with its default, type and meaning, from YAML and schema."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import typing
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.markup import escape
+
+from tunebook.compose import SCHEMAS, register_schemas
+from tunebook.key_suggestions import schema_fields
+
+
+def print_recipe_help(recipe: str) -> None:
+    """Prints usage, groups and keys of a recipe."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    schema = SCHEMAS[recipe]
+    usage = f"{inspect.getdoc(schema)} Usage: python -m recipes.{recipe} key=value ..."
+    console.print(usage, markup=False, style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("key", "default", "meaning"):
+        table.add_column(column, overflow="fold", no_wrap=column == "key")
+    defaults = default_config(recipe)
+    section = ""
+    for key, owner in schema_fields(schema):
+        if key.startswith("data.eval.") or (_is_section(defaults, key) and key != "data.eval"):
+            continue
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            table.add_row()
+        leaf = key.rpartition(".")[2]
+        shown = "null" if key == "data.eval" else _shown(OmegaConf.select(defaults, key))
+        meaning = f"{field_docs(owner).get(leaf, '')} {_choices(owner, leaf)}".strip()
+        table.add_row(*(escape(text) for text in (key, shown, meaning)))
+    console.print(table)
+    console.print(_groups())
+    console.print(
+        "\nHydra's flags work too: --cfg job (show the config), --multirun (several values), "
+        "--config-dir DIR (groups of your own). --debug shows tracebacks."
+    )
+
+
+def default_config(recipe: str) -> DictConfig:
+    """The config of a recipe without overrides."""
+    from hydra import compose, initialize_config_module
+
+    register_schemas()
+    with initialize_config_module("configs", version_base="1.3"):
+        return compose(recipe)
+
+
+def field_docs(schema: type) -> dict[str, str]:
+    """Field -> the string that stands below it in the schema's source."""
+    docs: dict[str, str] = {}
+    for owner in reversed(schema.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for before, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(before, ast.AnnAssign)
+                and isinstance(before.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                docs[before.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def _choices(schema: type, field: str) -> str:
+    """The allowed names of an enum field, in words."""
+    annotation = typing.get_type_hints(schema)[field]
+    for option in (annotation, *typing.get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, Enum):
+            return f"One of {', '.join(option.__members__)}."
+    return ""
+
+
+def _is_section(defaults: DictConfig, key: str) -> bool:
+    value = OmegaConf.select(defaults, key)
+    return isinstance(value, DictConfig) and len(value) > 0 and "_target_" not in value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, DictConfig) and "_target_" in value:
+        return str(value["_target_"]).rpartition(".")[2]
+    if value is None or value == {}:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _groups() -> str:
+    import importlib.resources
+
+    lines = ["\n[bold]Groups[/] (group=file):"]
+    for folder in sorted(importlib.resources.files("configs").iterdir(), key=lambda each: each.name):
+        if folder.is_dir() and not folder.name.startswith("_"):
+            files = sorted(file.name for file in folder.iterdir())
+            names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+            lines.append(f"  {folder.name}: {', '.join(name for name in names if name != 'base')}")
+    return "\n".join(lines)
