@@ -1,0 +1,74 @@
+"""Finding, listing and comparing runs."""
+
+from pathlib import Path
+
+import pytest
+
+from tunebook.errors import RunError
+from tunebook.runs import (
+    Evaluation,
+    RunDir,
+    StopReason,
+    compare_runs,
+    find_run,
+    list_runs,
+    numbering,
+)
+
+
+def finished(root: Path, name: str, *, learning_rate: float, best: float) -> RunDir:
+    run = RunDir.create(root, "sft", name)
+    run.write_config({"optimizer": {"learning_rate": learning_rate, "beta1": 0.9}, "lora": None})
+    with run.attempt(planned_steps=2):
+        for step in (1, 2):
+            run.log_metrics(step, {"train/loss": best * 2 / step, "train/tokens": 100})
+        run.set_evaluation(Evaluation("eval/loss", "down", best, 2, best, 2, 1, 2, False))
+        run.finish(StopReason.COMPLETED, steps=2)
+    return run
+
+
+def test_a_run_is_found_by_path_number_id_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = iter(["abcdefgh", "abzzzzzz", "bcdefghi"])
+    monkeypatch.setattr(numbering, "new_id", lambda: next(ids))
+    runs = [RunDir.create(tmp_path, "sft", f"r{n}") for n in range(3)]
+    for text in (str(runs[1].path), "2", "#2", "abzzzzzz", "abz", runs[1].path.name):
+        assert find_run(tmp_path, text).path == runs[1].path, text
+    with pytest.raises(RunError, match="ambiguous"):
+        find_run(tmp_path, "ab")
+    for text in ("4", "zz", "", "#"):
+        with pytest.raises(RunError, match="neither a run directory"):
+            find_run(tmp_path, text)
+
+
+def test_runs_are_listed_by_number_over_recipes(tmp_path: Path) -> None:
+    made = [RunDir.create(tmp_path, recipe, None) for recipe in ("sft", "dpo", "sft")]
+    (tmp_path / "sft" / "half_made").mkdir()
+    assert [run.path for run in list_runs(tmp_path)] == [run.path for run in made]
+    with pytest.raises(RunError, match="no such folder"):
+        list_runs(tmp_path / "missing")
+
+
+def test_a_comparison_shows_what_differs_and_what_came_out(tmp_path: Path) -> None:
+    runs = [
+        finished(tmp_path, "a", learning_rate=1e-4, best=0.5),
+        finished(tmp_path, "b", learning_rate=2e-4, best=0.25),
+    ]
+    found = compare_runs(runs)
+    assert found.differences == {"optimizer.learning_rate": [1e-4, 2e-4]}
+    assert found.results["best eval/loss"] == [0.5, 0.25]
+    assert found.results["best step"] == [2, 2]
+    assert found.results["tokens"] == [200, 200]
+    assert found.results["steps"] == [2, 2]
+    assert all(seconds > 0 for seconds in found.results["training seconds"])
+
+
+def test_a_run_without_results_compares_as_unknown(tmp_path: Path) -> None:
+    done = finished(tmp_path, "a", learning_rate=1e-4, best=0.5)
+    fresh = RunDir.create(tmp_path, "sft", None)
+    fresh.write_config({"optimizer": {"learning_rate": 1e-4}, "lora": None})
+    found = compare_runs([done, fresh])
+    assert found.differences == {"optimizer.beta1": [0.9, None]}
+    assert found.results["best eval/loss"] == [0.5, None]
+    assert found.results["state"] == ["succeeded", "pending"]

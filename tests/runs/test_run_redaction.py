@@ -1,0 +1,104 @@
+"""No secret reaches a file, a log or a tracker."""
+
+import pytest
+
+from tunebook.runs.redaction import REDACTED, redact, redact_config, redact_values, secrets_in
+
+SHA1 = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("WANDB_API_KEY", "sentinel-value", True),
+        ("HF_TOKEN", "sentinel-value", True),
+        ("MY_SERVICE_SECRET", "sentinel-value", True),
+        ("DB_PASSWORD", "sentinel-value", True),
+        ("AWS_SECRET_ACCESS_KEY", "sentinel-value", True),
+        ("OPENAI_APIKEY", "sentinel-value", True),
+        ("aws_session_token", "sentinel-value", True),
+        ("TOKENIZERS_PARALLELISM", "sentinel-value", False),
+        ("KEYBOARD", "sentinel-value", False),
+        ("PWD", "/home/somebody", False),
+        ("HF_TOKEN_PATH", "/home/somebody/token", False),
+        ("SSH_AUTH_SOCK", "/run/agent.sock", False),
+        ("API_KEY", "short", False),
+    ],
+)
+def test_which_variables_are_secret(name: str, value: str, secret: bool) -> None:
+    assert secrets_in({name: value}) == ([value] if secret else [])
+
+
+def test_the_longer_of_two_nested_secrets_goes_first() -> None:
+    environ = {"A_KEY": "abcdefgh", "B_KEY": "abcdefgh-ijkl"}
+    assert redact("x abcdefgh-ijkl y abcdefgh", environ) == f"x {REDACTED} y {REDACTED}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf_" + "a1B2" * 8,
+        "sk-proj-" + "a1B2" * 8,
+        "tgp_v1_" + "a1B2" * 8,
+        "tml-" + "a1B2" * 8,
+        "ghp_" + "a1B2" * 9,
+        "AKIA" + "ABCD" * 4,
+        "wandb_v1_" + "a1B2" * 8,
+    ],
+)
+def test_well_known_keys_are_recognised_by_shape(text: str) -> None:
+    assert redact(f"before {text}, after", {}) == f"before {REDACTED}, after"
+
+
+@pytest.mark.parametrize(
+    "text", [f"WANDB_API_KEY={SHA1}", f"wandb login {SHA1}", f'{{"key": "{SHA1}"}}']
+)
+def test_a_wandb_key_is_recognised_by_its_neighbours(text: str) -> None:
+    assert SHA1 not in redact(text, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SHA1,
+        f"revision: {SHA1}",
+        "task-oriented-dialogue-with-many-words",
+        "risk-management-for-beginners-2024",
+        "half_precision_of_all_tokens",
+        "b" * 64,
+    ],
+)
+def test_commits_hashes_and_words_stay(text: str) -> None:
+    assert redact(text, {}) == text
+
+
+def test_credentials_in_addresses_and_headers() -> None:
+    assert redact("https://me:geheim@host/x", {}) == f"https://me:{REDACTED}@host/x"
+    assert redact("Authorization: Bearer abc.def-123456", {}) == (
+        f"Authorization: Bearer {REDACTED}"
+    )
+
+
+def test_nested_values_and_keys() -> None:
+    environ = {"X_TOKEN": "sentinel-value"}
+    value = {"a sentinel-value": ["sentinel-value", 3, None, {"b": "ok sentinel-value"}]}
+    assert redact_values(value, environ) == {
+        f"a {REDACTED}": [REDACTED, 3, None, {"b": f"ok {REDACTED}"}]
+    }
+
+
+def test_config_keys_that_hold_secrets() -> None:
+    config = {
+        "api_key": "abc",
+        "hub": {"token": "abc", "eos_token": "</s>", "api_key": "${oc.env:HF_TOKEN}"},
+        "max_tokens": 64,
+        "password": None,
+        "list": [{"secret": "abc"}],
+    }
+    assert redact_config(config, {}) == {
+        "api_key": REDACTED,
+        "hub": {"token": REDACTED, "eos_token": "</s>", "api_key": "${oc.env:HF_TOKEN}"},
+        "max_tokens": 64,
+        "password": None,
+        "list": [{"secret": REDACTED}],
+    }

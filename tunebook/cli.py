@@ -1,0 +1,303 @@
+"""The `tunebook` command."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tunebook import __version__
+from tunebook.errors import ConfigError
+
+RECIPES = "recipes"
+DEBUG_VARIABLE = "TUNEBOOK_DEBUG"
+PASS_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
+
+app = typer.Typer(
+    name="tunebook",
+    help="A cookbook of post-training recipes for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(runs_app, name="runs")
+
+Root = Annotated[Path, typer.Option("--root", help="Folder of the runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ONE_RUN = "Run directory, number (12 or #12) or id."
+OneRun = Annotated[str, typer.Argument(metavar="RUN", help=ONE_RUN)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits with its code.
+
+    An error that a person can act on is one paragraph on standard error; `--debug` before the
+    command, or `TUNEBOOK_DEBUG=1`, adds the traceback.
+    """
+    try:
+        app(args=None if argv is None else list(argv))
+    except Exception as error:
+        from tunebook.display import report_error
+
+        sys.exit(report_error(error))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"tunebook {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _settings(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+
+
+def recipe_names() -> dict[str, str]:
+    """Name -> first line of the docstring of every recipe, without importing any."""
+    spec = importlib.util.find_spec(RECIPES)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("[a-z]*.py"))]
+    return {file.stem: _summary_line(file) for file in files}
+
+
+@app.command("inspect", context_settings={**PASS_ON, "allow_interspersed_args": True})
+def _inspect(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Option(help="Recipe whose config is meant.")] = "sft",
+    html: Annotated[Path | None, typer.Option(help="Write a web page instead.")] = None,
+    limit: Annotated[int, typer.Option(help="Rows to show.")] = 5,
+) -> None:
+    """Show rows token by token with their loss weights, and check them (exit code 1 = findings)."""
+    inspect_main = _recipe_module(recipe).inspect_main
+    raise typer.Exit(inspect_main(list(context.args), html=html, limit=limit))
+
+
+@runs_app.command("list")
+def _list(root: Root = Path("runs"), as_json: AsJson = False) -> None:
+    """List the runs of a folder."""
+    from tunebook.runs.listing import list_runs, shown_state
+    from tunebook.runs.record import record_to_json
+
+    runs = list_runs(root)
+    if as_json:
+        _print_json(
+            [
+                {
+                    **record_to_json(run.record),
+                    "path": str(run.path),
+                    "shown_state": shown_state(run),
+                }
+                for run in runs
+            ]
+        )
+        return
+    if not runs:
+        print(f"No runs in {root.absolute()}.")
+        return
+    _print_table(
+        ["number", "id", "run", "state", "steps", "best", "model"],
+        [
+            [
+                f"#{run.record.number}",
+                run.record.id,
+                f"{run.record.recipe}/{run.path.name}",
+                shown_state(run),
+                _steps_cell(run),
+                _best_cell(run),
+                "yes" if run.record.model_available else "no",
+            ]
+            for run in runs
+        ],
+    )
+
+
+@runs_app.command("show")
+def _show(run: OneRun, root: Root = Path("runs"), as_json: AsJson = False) -> None:
+    """Show what a run did, with its loss curve."""
+    from tunebook.display import make_console
+    from tunebook.report import render_summary
+    from tunebook.runs.listing import find_run, shown_state
+    from tunebook.runs.record import record_to_json
+
+    found = find_run(root, run)
+    if as_json:
+        extra = {"path": str(found.path), "shown_state": shown_state(found)}
+        _print_json({**record_to_json(found.record), **extra})
+        return
+    render_summary(make_console(), found)
+
+
+@runs_app.command("compare")
+def _compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=ONE_RUN)],
+    root: Root = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Put runs side by side: where their configs differ, and what came out."""
+    from tunebook.runs.listing import compare_runs, find_run
+
+    if len(runs) < 2:
+        raise ConfigError("runs compare: name two runs or more.")
+    comparison = compare_runs([find_run(root, run) for run in runs])
+    if as_json:
+        _print_json(
+            {
+                "runs": [str(run.path) for run in comparison.runs],
+                "differences": comparison.differences,
+                "results": comparison.results,
+            }
+        )
+        return
+    sections = (("config", comparison.differences), ("results", comparison.results))
+    for title, values in sections:
+        _print_table(
+            [title, *(f"#{run.record.number}" for run in comparison.runs)],
+            [[key, *map(_cell, row)] for key, row in values.items()]
+            or [["no differences", *([""] * len(runs))]],
+        )
+
+
+@runs_app.command("data")
+def _data(
+    run: OneRun,
+    split: Annotated[str, typer.Option(help="train or eval.")] = "train",
+    search: Annotated[str | None, typer.Option(help="Only rows that contain this text.")] = None,
+    offset: Annotated[int, typer.Option(help="Rows to skip.")] = 0,
+    limit: Annotated[int, typer.Option(help="Rows to show.")] = 25,
+    root: Root = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Page through exactly the rows that a run trained or was evaluated on."""
+    from tunebook.data.snapshot import page_snapshot
+    from tunebook.runs.listing import find_run
+
+    folder = find_run(root, run).data_dir
+    page = page_snapshot(folder, split=split, search=search, offset=offset, limit=limit)
+    if as_json:
+        rows = [
+            {"index": index, **row.to_json()}
+            for index, row in zip(page.indices, page.rows, strict=True)
+        ]
+        _print_json({"rows": rows, "total": page.total, "next_offset": page.next_offset})
+        return
+    for index, row in zip(page.indices, page.rows, strict=True):
+        _print_row(index, row)
+    total = "" if page.total is None else f" of {page.total:,}"
+    matching = " that match" if search else ""
+    print(f"{len(page.rows)}{total} {split} rows{matching}, from offset {offset}.")
+    if page.next_offset is not None:
+        print(f"More with --offset {page.next_offset}")
+
+
+def _add_recipe_command(name: str, summary: str) -> None:
+    @app.command(
+        name, context_settings=PASS_ON, add_help_option=False, help=summary, short_help=summary
+    )
+    def _recipe(context: typer.Context) -> None:
+        try:
+            code = _recipe_module(name).main(list(context.args))
+        except KeyboardInterrupt as error:
+            from tunebook.display import report_error
+
+            code = report_error(error)
+        raise typer.Exit(code or 0)
+
+
+def _recipe_module(name: str) -> Any:
+    if name not in recipe_names():
+        known = ", ".join(recipe_names()) or "none is installed"
+        raise ConfigError(f"there is no recipe {name!r}; known recipes: {known}")
+    return importlib.import_module(f"{RECIPES}.{name}")
+
+
+def _summary_line(file: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or file.stem
+    return docstring.splitlines()[0]
+
+
+def _print_json(value: Any) -> None:
+    from tunebook.runs.files import to_json
+
+    sys.stdout.write(to_json(value, indent=2) + "\n")
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints aligned columns; without a terminal no line is cut, for other programs to read."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from tunebook.display import make_console
+
+    console = make_console()
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if not console.is_terminal:
+        console.width = max(console.measure(table).maximum, 20)
+    console.print(table)
+
+
+def _print_row(index: int, row: Any) -> None:
+    from rich.text import Text
+
+    from tunebook.display import make_console
+
+    console = make_console()
+    where = f"{row.file}:{row.line}" + (f" id {row.id}" if row.id is not None else "")
+    console.print(Text(f"[{index}] {where}", style="bold"), soft_wrap=True)
+    turns = [
+        *((message["role"], message) for message in row.messages),
+        *(("chosen", message) for message in row.chosen),
+        *(("rejected", message) for message in row.rejected),
+    ]
+    for role, message in turns:
+        console.print(Text(f"  {role}: {message.get('content') or ''}"), soft_wrap=True)
+
+
+def _steps_cell(run: Any) -> str:
+    outcome = run.record.outcome
+    return "" if outcome is None else f"{outcome.steps}/{outcome.planned_steps}"
+
+
+def _best_cell(run: Any) -> str:
+    evaluation = run.record.evaluation
+    if evaluation is None or evaluation.best is None:
+        return ""
+    return f"{evaluation.metric} {evaluation.best:.4f} @ {evaluation.best_step}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+for _name, _text in recipe_names().items():
+    _add_recipe_command(_name, _text)
+
+
+if __name__ == "__main__":
+    main()

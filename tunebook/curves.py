@@ -1,0 +1,231 @@
+"""Curves of a run: in the terminal as text, and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tunebook.runs.metrics import finite, history
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Point: TypeAlias = tuple[int, float]
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-=+*#@"
+_BRAILLE = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bit of the braille dot at [column][row] of a character cell."""
+TRAIN_LOSS, EVAL_LOSS, LEARNING_RATE = "train/loss", "eval/loss", "train/learning_rate"
+
+
+def sparkline(values: Sequence[float], *, width: int = 40, unicode: bool = True) -> str:
+    """The values as one line of blocks from 0 to their maximum, resampled to at most `width`."""
+    if not values:
+        return ""
+    marks = BLOCKS if unicode else ASCII_BLOCKS
+    count = min(width, len(values))
+    picked = [values[index * (len(values) - 1) // max(count - 1, 1)] for index in range(count)]
+    top = max(picked)
+    if top <= 0:
+        return marks[0] * count
+    return "".join(marks[round(max(value, 0.0) / top * (len(marks) - 1))] for value in picked)
+
+
+def loss_curve(
+    train: Sequence[Point],
+    evals: Sequence[Point] = (),
+    *,
+    width: int = 72,
+    height: int = 12,
+    unicode: bool = True,
+) -> str:
+    """A chart of loss over steps in text: train as a line, evaluations as marks.
+
+    Args:
+        train: `(step, loss)` in order; non-finite values are left out.
+        evals: the same, of the evaluations.
+        width: characters of the whole chart.
+        height: lines of the drawing, without axis and legend.
+        unicode: braille dots and lines; else ASCII.
+    """
+    train, evals = finite(train), finite(evals)
+    points = [*train, *evals]
+    if not points:
+        return "no loss has been recorded"
+    low, high = _range([value for _, value in points])
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    labels = [f"{high:.3g}", f"{(low + high) / 2:.3g}", f"{low:.3g}"]
+    margin = max(len(label) for label in labels)
+    columns = max(width - margin - 2, 8)
+    # Braille has 2 x 4 dots in a character; ASCII one.
+    across, down = (2, 4) if unicode else (1, 1)
+
+    def place(point: Point) -> tuple[int, int]:
+        x = (point[0] - first) / max(last - first, 1) * (columns * across - 1)
+        y = (high - point[1]) / (high - low) * (height * down - 1)
+        return round(x), round(y)
+
+    line = [place(point) for point in _averaged(train, columns * across)]
+    dots = {
+        dot for start, end in zip(line, line[1:] or line, strict=False) for dot in _line(start, end)
+    }
+    cells = _braille(dots) if unicode else dict.fromkeys(dots, "*")
+    mark = "●" if unicode else "o"
+    cells |= {(x // across, y // down): mark for x, y in map(place, evals)}
+    rows = ["".join(cells.get((x, y), " ") for x in range(columns)) for y in range(height)]
+    return "\n".join(
+        [
+            *_with_labels(rows, labels, margin, unicode),
+            *_step_axis(first, last, margin, columns, unicode),
+            _legend(bool(train), bool(evals), margin, unicode),
+        ]
+    )
+
+
+def curve_of_run(rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """`loss_curve` of the metrics of a run, its train loss a running mean; with its options."""
+    plain = [dict(row) for row in rows]
+    train = finite(history(plain, TRAIN_LOSS))
+    calm = smoothed(train, max(len(train) // 10, 1))
+    return loss_curve(calm, history(plain, EVAL_LOSS), **options)
+
+
+def plot_curves(
+    rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, best_step: int | None = None
+) -> Path:
+    """Writes a PNG of loss, evaluation and learning rate over steps, and returns its path.
+
+    Args:
+        rows: metrics of a run, one dict a step.
+        path: the file to write.
+        title: shown above.
+        best_step: step of the best evaluation, marked; None = no mark.
+    """
+    from matplotlib.figure import Figure
+
+    plain = [dict(row) for row in rows]
+    train = finite(history(plain, TRAIN_LOSS))
+    evals = finite(history(plain, EVAL_LOSS))
+    rates = finite(history(plain, LEARNING_RATE))
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    heights = [3, 1] if rates else [1]
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    _draw_losses(axes[0], train, evals, best_step)
+    axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
+    if rates:
+        axes[1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)
+        axes[1].set_ylabel("learning rate")
+        axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        axes[1].set_ylim(bottom=0)
+    for one in axes:
+        one.grid(alpha=0.25, linewidth=0.6)
+        one.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("step")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """Each point's value averaged over itself and the `window - 1` points before it."""
+    values = [value for _, value in points]
+    return [
+        (step, math.fsum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window))
+        for i, (step, _) in enumerate(points)
+    ]
+
+
+def _draw_losses(axes: Axes, train: list[Point], evals: list[Point], best_step: int | None) -> None:
+    if train:
+        axes.plot(*zip(*train, strict=True), color="#93c5fd", linewidth=1.0, label="train loss")
+    if len(train) >= 20:
+        calm = smoothed(train, max(len(train) // 20, 2))
+        axes.plot(*zip(*calm, strict=True), color="#1d4ed8", linewidth=1.6, label="train, smoothed")
+    if evals:
+        axes.plot(
+            *zip(*evals, strict=True),
+            color="#ea580c",
+            linewidth=1.4,
+            marker="o",
+            markersize=5,
+            label="eval loss",
+        )
+    best = [(step, value) for step, value in evals if step == best_step]
+    if best:
+        axes.plot(
+            *zip(*best, strict=True),
+            color="#15803d",
+            linestyle="none",
+            marker="*",
+            markersize=14,
+            label=f"best eval, {best[0][1]:.4g} at step {best_step}",
+        )
+    axes.set_ylabel("loss (nats per token)")
+    if train or evals:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if low == high:
+        pad = abs(low) * 0.1 or 1.0
+        return low - pad, high + pad
+    return low, high
+
+
+def _averaged(points: Sequence[Point], columns: int) -> list[Point]:
+    """At most about `columns` points: means of equally many neighbours."""
+    size = math.ceil(len(points) / columns) if points else 1
+    chunks = [points[start : start + size] for start in range(0, len(points), size)]
+    return [
+        (chunk[len(chunk) // 2][0], math.fsum(value for _, value in chunk) / len(chunk))
+        for chunk in chunks
+    ]
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+    return [
+        (
+            round(start[0] + (end[0] - start[0]) * i / count),
+            round(start[1] + (end[1] - start[1]) * i / count),
+        )
+        for i in range(count + 1)
+    ]
+
+
+def _braille(dots: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
+    bits: dict[tuple[int, int], int] = {}
+    for x, y in dots:
+        cell = (x // 2, y // 4)
+        bits[cell] = bits.get(cell, 0) | _DOTS[x % 2][y % 4]
+    return {cell: chr(_BRAILLE | value) for cell, value in bits.items()}
+
+
+def _with_labels(rows: list[str], labels: list[str], margin: int, unicode: bool) -> list[str]:
+    at = {0: labels[0], (len(rows) - 1) // 2: labels[1], len(rows) - 1: labels[2]}
+    bar, tick = ("│", "┤") if unicode else ("|", "+")
+    return [
+        f"{at.get(y, ''):>{margin}} {tick if y in at else bar}{row}".rstrip()
+        for y, row in enumerate(rows)
+    ]
+
+
+def _step_axis(first: int, last: int, margin: int, columns: int, unicode: bool) -> list[str]:
+    corner, dash = ("└", "─") if unicode else ("+", "-")
+    left, right = f"step {first}", str(last)
+    gap = " " * max(columns - len(left) - len(right), 1)
+    indent = " " * (margin + 1)
+    return [f"{indent}{corner}{dash * columns}", f"{indent} {left}{gap}{right}"]
+
+
+def _legend(train: bool, evals: bool, margin: int, unicode: bool) -> str:
+    parts = [
+        f"{'⠒⠒' if unicode else '**'} train loss" if train else "",
+        f"{'●' if unicode else 'o'} eval loss" if evals else "",
+    ]
+    return " " * (margin + 2) + "   ".join(part for part in parts if part)

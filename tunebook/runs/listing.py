@@ -1,0 +1,129 @@
+"""Finds, lists and compares runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunebook.errors import RunError
+from tunebook.runs.attempts import is_being_trained
+from tunebook.runs.directory import RunDir
+from tunebook.runs.numbering import RECORD_FILE, run_folders
+from tunebook.runs.record import RunState
+
+INTERRUPTED = "interrupted"
+"""Shown for a run whose record says `running` while no process holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs side by side."""
+
+    runs: list[RunDir]
+    differences: dict[str, list[Any]]
+    """Dotted config key -> its value in each run, only where they differ."""
+    results: dict[str, list[Any]]
+    """Result -> its value in each run; None = unknown."""
+
+
+def find_run(root: Path, text: str) -> RunDir:
+    """The run that a path, a number (`12` or `#12`), an id or the start of one names.
+
+    Raises:
+        RunError: none, or more than one.
+    """
+    path = Path(text).expanduser()
+    if (path / RECORD_FILE).is_file():
+        return RunDir.open(path)
+    runs = list_runs(root)
+    digits = text.removeprefix("#")
+    if digits.isdecimal():
+        found = [run for run in runs if run.record.number == int(digits)]
+    else:
+        found = [run for run in runs if text in (run.record.id, run.path.name)] or [
+            run for run in runs if text and run.record.id.startswith(text)
+        ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(f"#{run.record.number} {run.record.id}" for run in found)
+        raise RunError(f"run {text!r} is ambiguous in {root}: {listed}. Give more of the id.")
+    raise RunError(
+        f"run {text!r}: neither a run directory, nor the number or id of one of the {len(runs)} "
+        f"runs in {Path(root).absolute()}. `tunebook runs list` shows them."
+    )
+
+
+def list_runs(root: Path) -> list[RunDir]:
+    """Every run below `root/<recipe>/`, by number.
+
+    Raises:
+        RunError: there is no such folder, or a record is damaged.
+    """
+    root = Path(root).absolute()
+    if not root.is_dir():
+        raise RunError(f"{root}: there is no such folder. --root names the folder of the runs.")
+    return sorted((RunDir.open(path) for path in run_folders(root)), key=_number)
+
+
+def shown_state(run: RunDir) -> str:
+    """The state of a run, or `interrupted` when it was killed while running."""
+    state = run.record.state
+    if state in (RunState.RUNNING, RunState.CANCEL_REQUESTED) and not is_being_trained(run.path):
+        return INTERRUPTED
+    return state.value
+
+
+def compare_runs(runs: Sequence[RunDir]) -> Comparison:
+    """What differs between the configs of runs, and what came out."""
+    flat = [_flattened(run.read_config()) for run in runs]
+    keys = sorted({key for one in flat for key in one})
+    differences = {
+        key: [one.get(key) for one in flat]
+        for key in keys
+        if any(one.get(key) != flat[0].get(key) for one in flat)
+    }
+    summaries = [run_results(run) for run in runs]
+    names = list(dict.fromkeys(name for one in summaries for name in one))
+    return Comparison(
+        runs=list(runs),
+        differences=differences,
+        results={name: [one.get(name) for one in summaries] for name in names},
+    )
+
+
+def run_results(run: RunDir) -> dict[str, Any]:
+    """The results of one run that a comparison shows; None = unknown."""
+    record = run.record
+    evaluation, outcome = record.evaluation, record.outcome
+    rows = run.metrics()
+    tokens = [row["train/tokens"] for row in rows if row.get("train/tokens") is not None]
+    losses = [row["train/loss"] for row in rows if row.get("train/loss") is not None]
+    results: dict[str, Any] = {
+        "state": shown_state(run),
+        "stop reason": None if outcome is None else outcome.stop_reason.value,
+        "steps": None if outcome is None else outcome.steps,
+        "planned steps": None if outcome is None else outcome.planned_steps,
+    }
+    if evaluation is not None:
+        results[f"best {evaluation.metric}"] = evaluation.best
+        results["best step"] = evaluation.best_step
+    results["last train/loss"] = losses[-1] if losses else None
+    results["training seconds"] = record.timing.training_s
+    results["tokens"] = round(sum(tokens)) if tokens else None
+    return results
+
+
+def _number(run: RunDir) -> int:
+    return run.record.number
+
+
+def _flattened(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        flat: dict[str, Any] = {}
+        for key, item in value.items():
+            flat |= _flattened(item, f"{prefix}.{key}" if prefix else str(key))
+        return flat
+    return {prefix: value}
