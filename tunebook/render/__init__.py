@@ -1,0 +1,15 @@
+"""Rows to tokens with the model's own chat template, and a mask that says which carry loss."""
+
+from tunebook.render.cache import Rendered, RenderedRows, RenderReport
+from tunebook.render.prompts import RenderedPair, render_preference, render_prompt
+from tunebook.render.rows import render_rows
+
+__all__ = [
+    "RenderReport",
+    "Rendered",
+    "RenderedPair",
+    "RenderedRows",
+    "render_preference",
+    "render_prompt",
+    "render_rows",
+]

@@ -1,0 +1,253 @@
+"""What must hold of every rendered row, checked again on the tokens that are trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tunebook.config import Mask
+from tunebook.errors import DataError
+from tunebook.render.cache import Rendered, RenderedRows
+from tunebook.render.chat_template import chat_template_of
+from tunebook.render.chunks import (
+    NO_TARGET_AFTER_TRUNCATION,
+    NOTHING_SUPERVISED,
+)
+from tunebook.render.codec import Codec
+from tunebook.render.placing import Placed, Span, Unusable, place_plain, place_row
+from tunebook.render.prompts import render_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tunebook.data.rows import Row
+
+EMPTY_THINK = re.compile(r"<think>\s*</think>")
+CUT_CHARACTER = "\ufffd"
+
+
+class Rule(StrEnum):
+    """What is checked."""
+
+    turn_end = "turn end trained"
+    prompt_untrained = "prompt untrained"
+    prefix = "sampling prompt is a strict prefix"
+    round_trip = "tokens decode to the template's text"
+    no_weight = "row carries loss"
+    begin_token = "begin token once"
+    empty_think = "no empty think block"
+    stale = "rendered as now"
+
+
+class Severity(StrEnum):
+    """Whether a finding fails a check in CI."""
+
+    error = "error"
+    warning = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class LintFinding:
+    """One rule that one row breaks."""
+
+    rule: Rule
+    severity: Severity
+    file: str
+    line: int
+    row: int
+    datum: int | None
+    """Index of the datum; None for a row without one."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.severity}: {self.rule}: {self.message}"
+
+
+def lint_rows(
+    rows: Sequence[Row],
+    rendered: RenderedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int | None = None,
+) -> list[LintFinding]:
+    """Every rule that a rendered row breaks, in the order of the rows.
+
+    Args:
+        rows: those that `rendered` was made from.
+        limit: rows to look at, evenly spread; None = all.
+    """
+    findings: list[LintFinding] = []
+    codec = Codec(tokenizer)
+    for index in rows_to_lint(len(rows), limit):
+        row = rows[index]
+        data = rendered.data_of_row(index)
+        if not data:
+            findings += _lint_left_out(row, index, rendered)
+            continue
+        placed = _place(row, tokenizer, rendered)
+        for datum in data:
+            item = rendered[datum]
+            match = next((p for p in placed if _is_of(item, p)), None)
+            for rule, message in _lint_datum(row, item, match, tokenizer, codec, rendered):
+                findings.append(
+                    LintFinding(rule, Severity.error, row.file, row.line, index, datum, message)
+                )
+    return findings
+
+
+def rows_to_lint(num_rows: int, limit: int | None) -> list[int]:
+    """Indices of the rows to look at, evenly spread."""
+    if limit is None or limit >= num_rows:
+        return list(range(num_rows))
+    return sorted({i * num_rows // limit for i in range(limit)})
+
+
+def _lint_left_out(row: Row, index: int, rendered: RenderedRows) -> Iterator[LintFinding]:
+    reasons = {
+        NOTHING_SUPERVISED: (Severity.error, "no message of it is trained under this mask"),
+        NO_TARGET_AFTER_TRUNCATION: (
+            Severity.warning,
+            "max_seq_len cuts it before the first trained token",
+        ),
+    }
+    for reason, (severity, message) in reasons.items():
+        if index in rendered.report.dropped_rows.get(reason, ()):
+            yield LintFinding(Rule.no_weight, severity, row.file, row.line, index, None, message)
+
+
+def _place(row: Row, tokenizer: PreTrainedTokenizerBase, rendered: RenderedRows) -> list[Placed]:
+    mask = Mask(rendered.report.settings["mask"])
+    try:
+        if tokenizer.chat_template is None:
+            return place_plain(Codec(tokenizer), row, mask=mask, blanks_allowed=True)
+        template = chat_template_of(tokenizer)
+        return place_row(template, row, mask=mask, blanks_allowed=True)
+    except Unusable:
+        # A row that cannot be rendered now matches nothing, which is the finding.
+        return []
+
+
+def _is_of(item: Rendered, placed: Placed) -> bool:
+    length = len(item.tokens)
+    if item.truncated:
+        return length < len(placed.tokens) and item.tokens.tolist() == placed.tokens[:length]
+    return item.tokens.tolist() == placed.tokens
+
+
+def _lint_datum(
+    row: Row,
+    item: Rendered,
+    placed: Placed | None,
+    tokenizer: PreTrainedTokenizerBase,
+    codec: Codec,
+    rendered: RenderedRows,
+) -> Iterator[tuple[Rule, str]]:
+    if placed is None:
+        yield Rule.stale, "the tokens are not what this row renders to now"
+        return
+    mask = np.concatenate([[0.0], item.mask])
+    if not mask.any():
+        yield Rule.no_weight, "no token of this datum carries loss"
+    trains_prompts = rendered.report.settings["mask"] == Mask.all
+    for span, start, end in zip(placed.draft.spans, placed.starts, placed.ends, strict=True):
+        if start >= len(item.tokens):
+            continue  # Cut off.
+        yield from _lint_span(span, start, end, item, mask, placed, codec)
+        yield from _lint_prompt(row, span, start, item, tokenizer)
+    if not trains_prompts and _weight_outside(mask, placed):
+        yield Rule.prompt_untrained, "a token outside the trained turns carries loss"
+    yield from _lint_text(item, placed, codec)
+    yield from _lint_begin_token(item, placed, tokenizer, codec)
+    yield from _lint_empty_think(row, item, mask, placed, codec)
+
+
+def _lint_span(
+    span: Span,
+    start: int,
+    end: int,
+    item: Rendered,
+    mask: np.ndarray,
+    placed: Placed,
+    codec: Codec,
+) -> Iterator[tuple[Rule, str]]:
+    if end > len(item.tokens):
+        return
+    last = codec.decode([int(item.tokens[end - 1])])
+    if not np.isclose(mask[end - 1], span.weight):
+        yield Rule.turn_end, f"messages[{span.index}]: its end {last!r} has no loss"
+    if last.strip() not in codec.special_texts:
+        yield Rule.turn_end, f"messages[{span.index}]: ends with {last!r}, not an end token"
+    if start and not span.end_only and not np.isclose(mask[start], span.weight):
+        yield Rule.turn_end, f"messages[{span.index}]: its first token has no loss"
+
+
+def _lint_prompt(
+    row: Row, span: Span, start: int, item: Rendered, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Rule, str]]:
+    if span.index == 0:
+        return
+    try:
+        prompt = render_prompt(row.messages[: span.index], tokenizer, row.tools)
+    except DataError as error:
+        yield Rule.prefix, f"messages[{span.index}]: no sampling prompt can be rendered: {error}"
+        return
+    same = item.tokens[: len(prompt)].tolist() == prompt
+    if not same or len(prompt) != start or len(prompt) >= len(item.tokens):
+        yield (
+            Rule.prefix,
+            f"messages[{span.index}]: a sampler would be given {len(prompt)} tokens that the "
+            "training tokens do not begin with",
+        )
+
+
+def _weight_outside(mask: np.ndarray, placed: Placed) -> bool:
+    outside = np.ones(len(mask), dtype=bool)
+    for start, end in zip(placed.starts, placed.ends, strict=True):
+        outside[start:end] = False
+    return bool(mask[outside].any())
+
+
+def _lint_text(item: Rendered, placed: Placed, codec: Codec) -> Iterator[tuple[Rule, str]]:
+    decoded = codec.decode(item.tokens.tolist())
+    text = placed.draft.text
+    # Some tokenizers normalise: then the text is compared after one trip through them.
+    wanted = (text, codec.decode(codec.ids(text)))
+    if item.truncated:
+        decoded = decoded.rstrip(CUT_CHARACTER)
+        right = any(candidate.startswith(decoded) for candidate in wanted)
+    else:
+        right = decoded in wanted
+    if not right:
+        at = next((i for i, (a, b) in enumerate(zip(decoded, text, strict=False)) if a != b), 0)
+        yield Rule.round_trip, f"differs at character {at}: {decoded[at : at + 20]!r}"
+
+
+def _lint_begin_token(
+    item: Rendered, placed: Placed, tokenizer: PreTrainedTokenizerBase, codec: Codec
+) -> Iterator[tuple[Rule, str]]:
+    bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
+    if bos is None or bos_id is None or item.truncated:
+        return
+    printed = placed.draft.text.count(str(bos))
+    found = int(np.count_nonzero(item.tokens == bos_id))
+    if found != printed:
+        yield Rule.begin_token, f"{found} begin tokens, but {printed} are in the text"
+    if printed and placed.draft.text.startswith(str(bos)) and int(item.tokens[0]) != bos_id:
+        yield Rule.begin_token, "the begin token is not the first token"
+    if len(item.tokens) > 1 and item.tokens[0] == item.tokens[1] == bos_id:
+        yield Rule.begin_token, "the begin token stands twice at the start"
+
+
+def _lint_empty_think(
+    row: Row, item: Rendered, mask: np.ndarray, placed: Placed, codec: Codec
+) -> Iterator[tuple[Rule, str]]:
+    for span, start, end in zip(placed.draft.spans, placed.starts, placed.ends, strict=True):
+        reasoned = row.messages[span.index].get("reasoning_content", "").strip()
+        trained = [int(t) for t in item.tokens[start:end][mask[start:end] != 0]]
+        if reasoned and EMPTY_THINK.search(codec.decode(trained)):
+            yield Rule.empty_think, f"messages[{span.index}] has reasoning that is not trained"
