@@ -153,6 +153,7 @@ def resumed_config(
             )
     config = OmegaConf.structured(from_yaml(file.read_text(encoding="utf-8"), recipe))
     OmegaConf.set_struct(config, True)
+    config.dry_run = False  # a dry run that is resumed is trained
     for key, value in changes.items():
         _update(config, key, value, recipe)
     config.resume = str(path)

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tunebook.backends.base import Backend
-from tunebook.compose import compose, hydra_main
+from tunebook.compose import as_dict, compose, hydra_main
 from tunebook.config import RecipeConfig
 from tunebook.display import StepProgress, make_console, progress_display, report_error
 from tunebook.opening import build_backend
@@ -112,10 +112,15 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
         task: what its `prepare` returned.
         preparing_s: seconds that took.
     """
-    config = task.config
-    if config.resume is not None:
-        run = RunDir.open(config.resume)
-        run.amend_plan(config, {**task.summary, "data_fingerprint": _fingerprint(run)})
+    config = replace(task.config, resume=None, dry_run=False)
+    if task.config.resume is not None:
+        run = RunDir.open(task.config.resume)
+        before = run.read_plan()
+        plan = {**task.summary, "data_fingerprint": before["data_fingerprint"]}
+        if plan["hash"] == before["hash"]:
+            plan = before
+        if plan is not before or as_dict(config) != run.read_config():
+            run.amend_plan(config, plan)
         return run
     run = RunDir.create(Path(config.runs_dir), recipe, config.name)
     run.set_preparation(Preparation.SNAPSHOTTING)
@@ -130,7 +135,8 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
 
 def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     """Drains a training under a live display and prints what came of it; returns the exit code."""
-    from tunebook.report import plot_curves, render_summary, samples_table
+    from tunebook.html_report import write_html_report
+    from tunebook.report import render_summary, samples_table
 
     console = make_console()
     newest = newest_checkpoint(run.checkpoints())
@@ -151,13 +157,7 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
             console.print(f"Answers before training and at step {after}:")
             console.print(samples_table(samples[before], samples[after]))
         render_summary(console, run)
-    evaluation = run.record.evaluation
-    plot_curves(
-        run.metrics(),
-        run.path / "curves.png",
-        title=run.path.name,
-        best_step=evaluation.best_step if evaluation else None,
-    )
+    write_html_report(run)
     if run.record.state is RunState.CANCELLED:
         return 128 + (stop.signal_number or signal.SIGINT)
     return 0
@@ -226,6 +226,3 @@ def inspect(
         console=make_console(),
     )
 
-
-def _fingerprint(run: RunDir) -> Any:
-    return run.read_plan().get("data_fingerprint")

@@ -1,0 +1,354 @@
+"""What the SFT recipe does around the numbers: order of rows, saves, stops, promotion, resume.
+
+A fake backend stands in for the computing, so every step can fail and every call is seen.
+"""
+
+import json
+
+import pytest
+
+from recipes import sft
+from tests.fakes import FakeBackend
+from tunebook.compose import compose
+from tunebook.errors import ConfigError, NonFiniteError
+from tunebook.launch import start_run
+from tunebook.runs import RunDir, RunState, StopReason
+
+
+def write_rows(path, count, *, start=0):
+    rows = [
+        {"messages": [
+            {"role": "user", "content": f"What is {number} + 1?"},
+            {"role": "assistant", "content": f"{number + 1}"},
+        ]}
+        for number in range(start, start + count)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """A function that composes a config over `count` small rows."""
+
+    def make(count=10, /, **overrides):
+        path = tmp_path / "rows.jsonl"
+        if not path.exists():
+            write_rows(path, count)
+        values = {
+            "data.path": str(path),
+            "runs_dir": str(tmp_path / "runs"),
+            "eval.fraction": 0.2,
+            "eval.min_rows": 1,
+            "plan.batch_size": 2,
+            "samples.num_prompts": 0,
+        }
+        values.update({key.replace("__", "."): value for key, value in overrides.items()})
+        return compose("sft", values)
+
+    return make
+
+
+def run_all(config, backend):
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    reports = list(sft.train(task, backend, run))
+    return task, RunDir.open(run.path), reports
+
+
+def resume(run, backend, **overrides):
+    values = {"resume": str(run.path)}
+    values.update({key.replace("__", "."): value for key, value in overrides.items()})
+    return run_all(compose("sft", values), backend)
+
+
+def test_152_rows_batch_8_three_epochs_plan_57_steps(configure):
+    config = configure(160, plan__batch_size=8, plan__epochs=3, eval__fraction=0.05, eval__min_rows=8)
+    task = sft.prepare(config)
+    assert (len(task.rows.train), len(task.rows.eval)) == (152, 8)
+    assert (task.plan.steps_per_epoch, task.plan.planned_steps) == (19, 57)
+    assert task.summary["planned_steps"] == 57
+
+
+def test_prepare_opens_nothing_and_writes_nothing(configure, tmp_path):
+    sft.prepare(configure())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_evaluates_and_saves_at_the_planned_steps(configure):
+    """Case 46: 11 steps with intervals of 5, and the reports agree with the record."""
+    backend = FakeBackend()
+    _, run, reports = run_all(
+        configure(plan__epochs=None, plan__max_steps=11, plan__checkpoint_every=5), backend
+    )
+    assert [report.step for report in reports if report.evaluation] == [5, 10, 11]
+    assert [report.step for report in reports if report.checkpoint] == [5, 10, 11]
+    assert [step for step, _ in run.history("eval/loss")] == [5, 10, 11]
+    assert run.record.outcome.stop_reason is StopReason.MAX_STEPS
+    assert run.record.state is RunState.SUCCEEDED
+
+
+def test_evaluation_only_goes_forward(configure):
+    """Case 48: no gradient and no step between an evaluation's calls."""
+    backend = FakeBackend()
+    run_all(configure(plan__checkpoint_every=2), backend)
+    trained = [call for call in backend.calls if call in ("forward_backward", "optim_step")]
+    assert trained == ["forward_backward", "optim_step"] * 4
+    assert backend.calls.count("forward") == 2  # one batch of two eval rows, twice
+
+
+@pytest.mark.parametrize("fails_at", range(1, 7))
+def test_a_crash_repeats_and_skips_nothing(configure, fails_at):
+    """Case 32: after a crash at any step, the restored lineage has each batch exactly once."""
+    config = configure(15, plan__checkpoint_every=2, eval__fraction=0.2, plan__batch_size=2)
+    unbroken = FakeBackend()
+    _, _, reports = run_all(config, unbroken)
+    assert len(reports) == 6
+
+    backend = FakeBackend(fail_at_step=fails_at)
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    with pytest.raises(RuntimeError, match="the service went away"):
+        list(sft.train(task, backend, run))
+    assert RunDir.open(run.path).record.state is RunState.FAILED
+    backend.fail_at_step = None
+    _, run, reports = resume(run, backend)
+    assert backend.lineage == unbroken.lineage
+    assert reports[0].step == (fails_at - 1) // 2 * 2 + 1
+    # One value for every step along the final lineage.
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("stop_after", [4, 5, 8, 14])
+def test_stop_and_resume_sees_the_same_rows(configure, stop_after):
+    """Case 33: 10 rows, batch 2, stopped inside an epoch and at its edge; resume restores all."""
+    config = configure(10, eval__fraction=0, plan__epochs=3, plan__checkpoint_every=0)
+    unbroken = FakeBackend()
+    run_all(config, unbroken)
+    assert len(unbroken.lineage) == 15
+
+    backend = FakeBackend()
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    steps = sft.train(task, backend, run)
+    for report in steps:
+        if report.step == stop_after:
+            steps.close()
+    stopped = RunDir.open(run.path)
+    assert stopped.record.state is RunState.CANCELLED
+    assert stopped.record.outcome.stop_reason is StopReason.CANCELLED
+    assert stopped.record.model_available
+    assert [checkpoint.step for checkpoint in stopped.checkpoints()] == [stop_after]
+
+    backend.with_optimizer.clear()
+    _, run, reports = resume(run, backend)
+    assert backend.with_optimizer[0] is True  # case 85
+    assert backend.lineage == unbroken.lineage
+    assert [report.step for report in reports] == list(range(stop_after + 1, 16))
+    assert run.record.state is RunState.SUCCEEDED
+
+
+def test_raising_epochs_trains_exactly_the_added_steps(configure):
+    backend = FakeBackend()
+    _, run, _ = run_all(configure(plan__epochs=1), backend)
+    with pytest.raises(ConfigError, match=r"all 4 planned steps are made.*plan\.epochs"):
+        resume(run, backend)
+    _, run, reports = resume(run, backend, plan__epochs=2)
+    assert [report.step for report in reports] == [5, 6, 7, 8]
+    whole = FakeBackend()
+    run_all(configure(plan__epochs=2), whole)
+    assert backend.lineage == whole.lineage
+    assert (run.path / "plan.before_2.json").exists()
+
+
+def test_the_best_checkpoint_is_the_result_and_survives_rotation(configure):
+    backend = FakeBackend(nll=[3.0, 1.0, 2.0, 2.5, 2.2, 2.1])
+    _, run, reports = run_all(
+        configure(15, plan__checkpoint_every=1, checkpoints__keep=2), backend
+    )
+    assert [report.is_best for report in reports] == [True, True, False, False, False, False]
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 6]
+    assert (run.model_dir / "exported").read_text() == "step_000002"
+    evaluation = run.record.evaluation
+    assert (evaluation.best, evaluation.best_step, evaluation.last, evaluation.count) == (1.0, 2, pytest.approx(2.1), 6)
+    assert (evaluation.promoted_step, evaluation.promoted_before_last_eval) == (2, True)
+
+
+def test_early_stopping(configure):
+    """Case 43: [1.0, 0.9, 0.95, 0.96, 0.97], patience 2: stops after evaluation 4, best is 2."""
+    backend = FakeBackend(nll=[1.0, 0.9, 0.95, 0.96, 0.97, 0.98])
+    config = configure(15, plan__checkpoint_every=1, early_stopping__patience=2)
+    _, run, reports = run_all(config, backend)
+    assert len(reports) == 4
+    assert run.record.outcome.stop_reason is StopReason.EARLY_STOPPING
+    assert run.record.outcome.steps == 4
+    assert run.record.state is RunState.SUCCEEDED
+    assert run.record.evaluation.best_step == 2
+
+
+def test_early_stopping_remembers_over_a_resume(configure):
+    """Case 42: 1.0, 1.1, 1.2, [resume], 1.3 with patience 3 stops right after 1.3."""
+    backend = FakeBackend(nll=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    config = configure(15, plan__checkpoint_every=1, early_stopping__patience=3)
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    steps = sft.train(task, backend, run)
+    for report in steps:
+        if report.step == 3:
+            steps.close()
+    _, run, reports = resume(run, backend)
+    assert [report.step for report in reports] == [4]
+    assert run.record.outcome.stop_reason is StopReason.EARLY_STOPPING
+    assert run.record.evaluation.best_step == 1
+
+
+def test_nan_is_never_best(configure):
+    """Case 45."""
+    nan = float("nan")
+    backend = FakeBackend(nll=[nan, 1.0, nan, 1.2, 1.3, 1.4])
+    _, run, _ = run_all(configure(15, plan__checkpoint_every=1), backend)
+    assert (run.record.evaluation.best, run.record.evaluation.best_step) == (1.0, 2)
+
+
+def test_all_nan_is_a_failure(configure):
+    """Case 45: a best checkpoint is wanted and there is none."""
+    task = sft.prepare(configure(plan__checkpoint_every=1))
+    run = start_run("sft", task)
+    with pytest.raises(NonFiniteError, match="NaN at every evaluation"):
+        list(sft.train(task, FakeBackend(nll=float("nan")), run))
+    record = RunDir.open(run.path).record
+    assert record.state is RunState.FAILED
+    assert (record.failure.code, record.failure.category) == ("non_finite", "numeric")
+    assert not record.model_available
+
+
+def test_a_downgrade_is_recorded_and_strict_refuses_it(configure):
+    overrides = {"eval__fraction": 0.05, "eval__min_rows": 8, "early_stopping__patience": 2}
+    _, run, _ = run_all(configure(**overrides), FakeBackend())
+    assert run.record.outcome.downgrades == ["early_stopping:disabled:no_eval_set"]
+    assert run.record.evaluation is None
+    with pytest.raises(ConfigError, match="early_stopping:disabled:no_eval_set"):
+        sft.prepare(configure(**overrides, strict=True))
+
+
+def test_without_an_eval_split_the_last_checkpoint_is_the_result(configure):
+    _, run, _ = run_all(configure(eval__fraction=0, plan__checkpoint_every=2), FakeBackend())
+    assert (run.model_dir / "exported").read_text() == "step_000005"
+    assert run.record.model_available
+
+
+def test_unknown_monitor_lists_the_metrics(configure):
+    """Case 47, before anything is opened."""
+    with pytest.raises(ConfigError, match=r"eval/accurcy.*eval/loss, eval/perplexity"):
+        sft.prepare(configure(eval__monitor="eval/accurcy"))
+
+
+def test_another_monitor_decides(configure):
+    backend = FakeBackend(nll=[1.0, 0.5, 0.7, 0.8])
+    _, run, _ = run_all(
+        configure(plan__checkpoint_every=1, eval__monitor="eval/perplexity"), backend
+    )
+    assert run.record.evaluation.metric == "eval/perplexity"
+    assert run.record.evaluation.best == pytest.approx(1.6487213)
+
+
+def test_the_plan_hash(configure, tmp_path):
+    config = configure()
+    known = sft.prepare(config).summary["hash"]
+    assert sft.prepare(configure(name="other", checkpoints__keep=1)).summary["hash"] == known
+    assert sft.prepare(configure(plan__batch_size=3)).summary["hash"] != known
+    assert sft.prepare(configure(seed=1)).summary["hash"] != known
+    write_rows(tmp_path / "rows.jsonl", 10, start=1)
+    assert sft.prepare(configure()).summary["hash"] != known
+
+
+def test_added_rows_move_nobody_across_the_split(configure, tmp_path):
+    """Every run over a dataset sits the same exam, also after it has grown."""
+    task, _, _ = run_all(configure(10), FakeBackend())
+    held_out = {row.messages[0]["content"] for row in task.rows.eval}
+    trained = {row.messages[0]["content"] for row in task.rows.train}
+    assert len(held_out) == 2
+    write_rows(tmp_path / "rows.jsonl", 30)
+    grown = sft.prepare(configure())
+    assert len(grown.rows.eval) == 6
+    assert held_out < {row.messages[0]["content"] for row in grown.rows.eval}
+    assert trained < {row.messages[0]["content"] for row in grown.rows.train}
+
+
+def test_a_separate_eval_file(configure, tmp_path):
+    evaluation = write_rows(tmp_path / "eval.jsonl", 3, start=100)
+    task = sft.prepare(configure(10, data__eval__path=str(evaluation)))
+    assert (len(task.rows.train), len(task.rows.eval)) == (10, 3)
+
+
+def test_the_run_trains_on_its_snapshot(configure, tmp_path):
+    """The source may change or vanish; the run goes on with what it froze."""
+    config = configure(10, plan__checkpoint_every=1)
+    unbroken = FakeBackend()
+    run_all(config, unbroken)
+    backend = FakeBackend()
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    steps = sft.train(task, backend, run)
+    next(steps)
+    steps.close()
+    (tmp_path / "rows.jsonl").unlink()
+    resume(run, backend)
+    assert backend.lineage == unbroken.lineage
+
+
+def test_a_mixture_is_drawn_by_weight(configure, tmp_path):
+    one = write_rows(tmp_path / "one.jsonl", 4)
+    two = write_rows(tmp_path / "two.jsonl", 4, start=50)
+    config = compose(
+        "sft",
+        {
+            "data": "mixture",
+            "data.sources": [{"path": str(one)}, {"path": str(two), "weight": 2.0}],
+            "runs_dir": str(tmp_path / "runs"),
+            "eval.fraction": 0,
+            "plan.batch_size": 3,
+            "samples.num_prompts": 0,
+        },
+    )
+    backend = FakeBackend()
+    task, _, reports = run_all(config, backend)
+    assert task.plan.train_rows == 12
+    assert len(reports) == 4
+    seen = [tuple(tokens) for batch in backend.lineage for tokens in batch]
+    assert sorted(seen.count(tokens) for tokens in set(seen)) == [1] * 4 + [2] * 4
+
+
+def test_a_loss_that_needs_what_the_recipe_lacks(configure):
+    with pytest.raises(ConfigError, match=r"'needs_advantages' needs 'advantages'.*token_weights"):
+        sft.prepare(configure(loss___target_="tests.recipes.test_sft_flow.needs_advantages"))
+
+
+def needs_advantages(logprobs, *, advantages, token_weights):
+    raise AssertionError("never called")
+
+
+def test_a_backend_that_cannot(configure):
+    with pytest.raises(ConfigError, match=r"max_seq_len=5000000: the model takes at most"):
+        sft.prepare(configure(max_seq_len=5_000_000))
+
+
+def test_start_from_takes_weights_only_and_begins_at_step_0(configure):
+    _, first, _ = run_all(configure(), FakeBackend())
+    checkpoint = first.checkpoints()[-1]
+    backend = FakeBackend()
+    _, _, reports = run_all(configure(start_from=str(checkpoint.ref.path)), backend)
+    assert backend.with_optimizer[0] is False
+    assert reports[0].step == 1
+
+
+def test_a_second_writer_is_refused(configure):
+    task = sft.prepare(configure())
+    run = start_run("sft", task)
+    steps = sft.train(task, FakeBackend(), run)
+    next(steps)
+    with pytest.raises(Exception, match="training this run"):
+        next(sft.train(task, FakeBackend(), RunDir.open(run.path)))
+    steps.close()
