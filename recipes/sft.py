@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `python -m recipes.sft data.path=<file>`, or step by step from a notebook.
+"""Supervised fine-tuning: `python -m recipes.sft data.path=<file>`, or from a notebook.
 
 Read it top to bottom. `prepare` turns a config into a task and can fail for free; `train` is the
 only loop, spends, and yields once per optimizer step.
@@ -142,16 +142,16 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
     config, plan = task.config, task.plan
     saves_at = checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
     book = CheckpointBook(run, task.monitor, keep=config.checkpoints.keep)
-    step = book.resumed_step
+    done = step = book.resumed_step
     stop_reason = planned_stop(plan)
     with (
         book.attempt(planned_steps=plan.planned_steps, downgrades=task.downgrades),
         tracking(task.tracker, run, warn=LOG.warning) as feed,
     ):
         with closing(open_session(config, backend, run, book.newest)) as session:
-            if step == 0:
+            if done == 0:
                 sample(task, session, run, step)
-            for step, rows in steps(plan, task.sources, seed=config.seed, done=step):
+            for step, rows in steps(plan, task.sources, seed=config.seed, done=done):
                 metrics = one_step(task, session, step, rows)
                 evaluation = evaluate(task, session) if step in saves_at else None
                 logged = metrics | (evaluation or {})

@@ -87,7 +87,9 @@ def test_heavy_packages_are_imported_where_they_are_used():
     for folder in ("tunebook", "recipes"):
         for path in python_files(folder):
             if "local" not in path.parts:
-                heavy = {name for name in imports(path, top_level_only=True) if starts_with(name, LAZY)}
+                heavy = {
+                    name for name in imports(path, top_level_only=True) if starts_with(name, LAZY)
+                }
                 assert not heavy, (path, heavy)
 
 

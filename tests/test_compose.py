@@ -26,7 +26,9 @@ from tunebook.key_suggestions import nearest_key
 
 def group_files(group):
     folder = importlib.resources.files("configs").joinpath(group)
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+    return sorted(
+        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
+    )
 
 
 def run_recipe(*arguments, cwd=None):
@@ -46,7 +48,9 @@ def test_defaults_compose_to_the_schema():
     assert config.lora is not None and config.lora.to_lora().scale == 2.0
 
 
-@pytest.mark.parametrize("group", ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"])
+@pytest.mark.parametrize(
+    "group", ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"]
+)
 def test_every_file_composes(group):
     for name in group_files(group):
         if name != "base":
@@ -122,7 +126,9 @@ def test_nothing_heavy_is_imported_to_answer(tmp_path):
         " heavy = {'torch', 'transformers', 'datasets', 'wandb', 'matplotlib', 'pandas'}\n"
         " print('HEAVY', sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert "HEAVY []" in done.stderr
     assert "learning_rate: 0.0002" in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -131,7 +137,12 @@ def test_nothing_heavy_is_imported_to_answer(tmp_path):
 def test_help_lists_every_key_with_its_meaning():
     done = run_recipe("--help")
     assert done.returncode == 0
-    for key in ("optimizer.learning_rate", "plan.checkpoint_every", "lora.target_modules", "[q_proj,"):
+    for key in (
+        "optimizer.learning_rate",
+        "plan.checkpoint_every",
+        "lora.target_modules",
+        "[q_proj,",
+    ):
         assert key in done.stdout
 
 
@@ -236,8 +247,13 @@ def test_relative_paths_mean_where_the_user_stands(tmp_path, monkeypatch):
 
 
 def test_a_mixture():
-    config = compose("sft", ["data=mixture", "data.sources=[{path: /a.jsonl}, {path: /b.jsonl, weight: 2}]"])
-    assert [(source.path, source.weight) for source in config.data.sources] == [("/a.jsonl", 1.0), ("/b.jsonl", 2.0)]
+    config = compose(
+        "sft", ["data=mixture", "data.sources=[{path: /a.jsonl}, {path: /b.jsonl, weight: 2}]"]
+    )
+    assert [(source.path, source.weight) for source in config.data.sources] == [
+        ("/a.jsonl", 1.0),
+        ("/b.jsonl", 2.0),
+    ]
     with pytest.raises(ConfigError, match="weigth"):
         compose("sft", ["data=mixture", "data.sources=[{path: /a.jsonl, weigth: 2}]"])
 
@@ -250,7 +266,9 @@ def test_resume_takes_the_runs_own_config(tmp_path):
     assert same == config
 
 
-@pytest.mark.parametrize("override", ["seed=1", "optimizer.learning_rate=1", "data.path=x.jsonl", "model=tiny"])
+@pytest.mark.parametrize(
+    "override", ["seed=1", "optimizer.learning_rate=1", "data.path=x.jsonl", "model=tiny"]
+)
 def test_resume_refuses_what_decided_the_past(tmp_path, override):
     (tmp_path / "config.yaml").write_text(to_yaml(compose("sft")))
     with pytest.raises(ConfigError, match="start_from"):

@@ -36,7 +36,9 @@ def datum(nll, supervised, unsupervised=2):
 def test_token_weighted_over_the_whole_split(rows_per_call):
     """1, 3 and 6 tokens at NLL 4, 2, 1 give 1.6 at every eval batch size."""
     session = Scripted()
-    metrics = evaluate_nll(session, [datum(4, 1), datum(2, 3), datum(1, 6)], rows_per_call=rows_per_call)
+    metrics = evaluate_nll(
+        session, [datum(4, 1), datum(2, 3), datum(1, 6)], rows_per_call=rows_per_call
+    )
     assert metrics["eval/loss"] == pytest.approx(1.6)
     assert metrics["eval/perplexity"] == pytest.approx(np.exp(1.6))
     assert metrics["eval/num_tokens"] == 10
@@ -57,7 +59,9 @@ def test_direction_is_inferred_or_must_be_stated():
     """Case 47."""
     available = ("eval/loss", "eval/accuracy", "eval/thing")
     assert choose_monitor(config(), available=available, default="eval/loss").lower_is_better
-    assert not choose_monitor(config(monitor="eval/accuracy"), available=available, default="eval/loss").lower_is_better
+    assert not choose_monitor(
+        config(monitor="eval/accuracy"), available=available, default="eval/loss"
+    ).lower_is_better
     with pytest.raises(ConfigError, match=r"eval\.direction"):
         choose_monitor(config(monitor="eval/thing"), available=available, default="eval/loss")
     stated = config(monitor="eval/thing", direction=Direction.up)

@@ -15,7 +15,11 @@ pytestmark = [pytest.mark.packaging, pytest.mark.xdist_group("packaging")]
 
 
 def call(*command, cwd, **environment):
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     return subprocess.run(
         [str(each) for each in command],
         cwd=cwd, env={**kept, **environment}, text=True, capture_output=True, check=False,
@@ -25,7 +29,17 @@ def call(*command, cwd, **environment):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    done = call(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    done = call(
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        folder,
+        ROOT,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = folder.glob("tunebook-*.whl")
     return path
@@ -57,7 +71,11 @@ def test_the_wheel_holds_all_packages_and_assets(wheel):
 
 @pytest.mark.parametrize("how", ["console script", "module"])
 def test_a_recipe_runs_from_another_directory(clean, tmp_path, how):
-    start = [clean / "tunebook", "sft"] if how == "console script" else [clean / "python", "-m", "recipes.sft"]
+    start = (
+        [clean / "tunebook", "sft"]
+        if how == "console script"
+        else [clean / "python", "-m", "recipes.sft"]
+    )
     done = call(*start, *SMALL, cwd=tmp_path, TUNEBOOK_HOME=str(tmp_path / "home"))
     assert done.returncode == 0, done.stdout + done.stderr
     [run] = (tmp_path / "runs" / "sft").iterdir()
@@ -76,5 +94,13 @@ def test_config_and_help_answer(clean, tmp_path):
 
 def test_a_checkout_runs_without_being_installed(tmp_path):
     """From the root of a checkout, `python -m recipes.sft` finds its packages by itself."""
-    done = call(sys.executable, "-m", "recipes.sft", *SMALL, f"runs_dir={tmp_path}", cwd=ROOT, TUNEBOOK_HOME=str(tmp_path / "home"))
+    done = call(
+        sys.executable,
+        "-m",
+        "recipes.sft",
+        *SMALL,
+        f"runs_dir={tmp_path}",
+        cwd=ROOT,
+        TUNEBOOK_HOME=str(tmp_path / "home"),
+    )
     assert done.returncode == 0, done.stderr

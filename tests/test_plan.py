@@ -18,7 +18,17 @@ def whole(num_rows: int) -> tuple[MixedRows, ...]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch", "epochs", "max_steps", "drop", "per_epoch", "planned", "shown_epochs", "unused"),
+    (
+        "rows",
+        "batch",
+        "epochs",
+        "max_steps",
+        "drop",
+        "per_epoch",
+        "planned",
+        "shown_epochs",
+        "unused",
+    ),
     [
         (152, 8, 3, None, False, 19, 57, 3.0, 0),  # the design's example; J1
         (18, 32, 1, None, False, 1, 1, 1.0, 0),  # case 30: one step on 18 rows
@@ -55,7 +65,13 @@ def test_plan_table(rows, batch, epochs, max_steps, drop, per_epoch, planned, sh
     ],
 )
 def test_impossible_plans_name_key_and_value(changes, words):
-    settings = {"train_rows": 18, "batch_size": 8, "epochs": 1, "max_steps": None, "drop_last": False}
+    settings = {
+        "train_rows": 18,
+        "batch_size": 8,
+        "epochs": 1,
+        "max_steps": None,
+        "drop_last": False,
+    }
     settings.update(changes)
     with pytest.raises(ValueError) as raised:
         make_plan(settings.pop("train_rows"), **settings)
@@ -65,7 +81,14 @@ def test_impossible_plans_name_key_and_value(changes, words):
 
 @pytest.mark.parametrize(
     ("planned", "every", "expected"),
-    [(11, 5, (5, 10, 11)), (10, 5, (5, 10)), (3, 5, (3,)), (7, 0, (7,)), (1, 1, (1,)), (57, 20, (20, 40, 57))],
+    [
+        (11, 5, (5, 10, 11)),
+        (10, 5, (5, 10)),
+        (3, 5, (3,)),
+        (7, 0, (7,)),
+        (1, 1, (1,)),
+        (57, 20, (20, 40, 57)),
+    ],
 )
 def test_checkpoint_steps(planned, every, expected):
     """Case 46: the last step is always there, and never twice."""
@@ -141,4 +164,6 @@ def test_weights_are_appearances_per_epoch():
 
 def test_step_rows_beyond_the_plan_are_defined():
     plan = make_plan(4, batch_size=2, epochs=1, max_steps=None, drop_last=False)
-    assert sorted(step_rows(plan, whole(4), seed=0, step=3) + step_rows(plan, whole(4), seed=0, step=4)) == [0, 1, 2, 3]
+    assert sorted(
+        step_rows(plan, whole(4), seed=0, step=3) + step_rows(plan, whole(4), seed=0, step=4)
+    ) == [0, 1, 2, 3]

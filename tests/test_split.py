@@ -52,7 +52,9 @@ def test_membership_follows_identity_not_position():
     names = [f"row{n}" for n in range(50)]
     forward = split_rows(identities(names), num_eval=5, remembered={})
     backward = split_rows(identities(names[::-1]), num_eval=5, remembered={})
-    assert {names[index] for index in forward.eval} == {names[::-1][index] for index in backward.eval}
+    assert {names[index] for index in forward.eval} == {
+        names[::-1][index] for index in backward.eval
+    }
 
 
 def test_a_larger_eval_set_contains_the_smaller():
@@ -117,7 +119,9 @@ def test_removed_rows_are_remembered():
 def test_an_edited_row_with_an_id_keeps_its_side():
     names = [f"row{n}" for n in range(40)]
     first = split_rows(identities(names), num_eval=4, remembered={})
-    edited = split_rows(identities(names, [n + " edited" for n in names]), num_eval=4, remembered=first.assignments)
+    edited = split_rows(
+        identities(names, [n + " edited" for n in names]), num_eval=4, remembered=first.assignments
+    )
     assert edited.eval == first.eval
 
 

@@ -18,7 +18,7 @@ def loss_name(loss_fn: Callable[..., Any]) -> str:
 
 
 def required_columns(loss_fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns a loss cannot do without: its keyword-only parameters that nothing is bound to."""
+    """The columns a loss cannot do without: keyword-only parameters that nothing is bound to."""
     return tuple(
         name
         for name, parameter in inspect.signature(loss_fn).parameters.items()

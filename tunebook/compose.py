@@ -32,9 +32,7 @@ SCHEMAS: dict[str, type[RecipeConfig]] = {"sft": SFTConfig}
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
-def compose(
-    recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()
-) -> RecipeConfig:
+def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RecipeConfig:
     """The config of a recipe, from its defaults and overrides.
 
     Args:
@@ -113,7 +111,7 @@ FREE_SECTION = re.compile(r"(data|data\.eval)\.(columns|function_args)[.=]|loss\
 
 
 def open_free_sections(lines: Sequence[str]) -> list[str]:
-    """Override lines with `++` put before keys that need not exist yet, so nobody has to know it."""
+    """Override lines with `++` put before keys that need not exist, so nobody has to know it."""
     return [f"++{line}" if FREE_SECTION.match(line) else line for line in lines]
 
 
@@ -320,9 +318,7 @@ def _is_choice(key: str, value: Any, groups: set[str]) -> bool:
     return key in groups and isinstance(value, str)
 
 
-def _update(
-    config: DictConfig, key: str, value: Any, recipe: str, *, add: bool = False
-) -> None:
+def _update(config: DictConfig, key: str, value: Any, recipe: str, *, add: bool = False) -> None:
     try:
         OmegaConf.update(config, key, _plain(value), merge=True, force_add=add)
     except OmegaConfBaseException as error:

@@ -51,7 +51,11 @@ def check_ranges(config: RecipeConfig) -> None:
             continue
         inside = lowest <= value and (value <= highest if inclusive else value < highest)
         if not inside:  # NaN is never inside
-            upper = "" if highest == math.inf else f" and {'at most' if inclusive else 'below'} {highest:g}"
+            upper = (
+                ""
+                if highest == math.inf
+                else f" and {'at most' if inclusive else 'below'} {highest:g}"
+            )
             raise ConfigError(f"{key}={value}: must be at least {lowest:g}{upper}")
     warmup = config.schedule.warmup
     if warmup >= 1 and warmup != int(warmup):
@@ -80,27 +84,33 @@ def _check_lora(config: RecipeConfig) -> None:
         raise ConfigError(f"lora.alpha={config.lora.alpha}: must be above 0")
     if config.optimizer.kind is OptimizerKind.muon:
         raise ConfigError(
-            "optimizer.kind=muon needs full weights: it orthogonalises whole matrices. Add lora=null, "
-            "or use optimizer.kind=adamw"
+            "optimizer.kind=muon needs full weights: it orthogonalises whole matrices. Add "
+            "lora=null, or use optimizer.kind=adamw"
         )
 
 
 def _check_pairs(config: RecipeConfig) -> None:
-    if config.early_stopping.patience is not None and config.eval.fraction == 0 and not config.data.eval.is_given:
+    if (
+        config.early_stopping.patience is not None
+        and config.eval.fraction == 0
+        and not config.data.eval.is_given
+    ):
         raise ConfigError(
             f"early_stopping.patience={config.early_stopping.patience} needs an eval set, but "
             "eval.fraction=0 holds none out and data.eval names none"
         )
     if config.start_from is not None and config.resume is not None:
         raise ConfigError(
-            "start_from and resume are both set: resume goes on with a run exactly, start_from begins "
-            "a new one from its weights"
+            "start_from and resume are both set: resume goes on with a run exactly, start_from "
+            "begins a new one from its weights"
         )
     if isinstance(config, SFTConfig):
         fixed = config.normalization.kind is Normalization.fixed_horizon
         horizon = config.normalization.horizon
         if fixed and (horizon is None or horizon < 1):
-            raise ConfigError("normalization.kind=fixed_horizon needs normalization.horizon (tokens)")
+            raise ConfigError(
+                "normalization.kind=fixed_horizon needs normalization.horizon (tokens)"
+            )
         if not fixed and horizon is not None:
             raise ConfigError(
                 f"normalization.horizon={horizon} is read by normalization.kind=fixed_horizon only"

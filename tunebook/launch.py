@@ -1,4 +1,4 @@
-"""Runs a recipe from the command line: prepare, plan, train under a live display, and say what came of it.
+"""Runs a recipe from the command line: prepare, plan, train under a display, sum up.
 
 A recipe hands over its `prepare` and `train`; nothing here knows an algorithm.
 """
@@ -63,7 +63,7 @@ def main(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] | None
     stopped by Ctrl-C or SIGTERM. `--debug` shows tracebacks; all else goes to Hydra.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = True if "--debug" in arguments else None
+    debug = "--debug" in arguments
     arguments = [each for each in arguments if each != "--debug"]
     if {"--help", "-h"} & set(arguments):
         from tunebook.recipe_help import print_recipe_help
@@ -225,4 +225,3 @@ def inspect(
         html=html,
         console=make_console(),
     )
-

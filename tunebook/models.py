@@ -1,4 +1,4 @@
-"""Finds and loads base models and tokenizers: packaged, from a folder, from the cache, from a hub."""
+"""Finds and loads models and tokenizers: packaged, from a folder, the cache, or a hub."""
 
 from __future__ import annotations
 

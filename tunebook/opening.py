@@ -77,7 +77,9 @@ def open_session(
     )
 
 
-def open_checkpoint(config: RecipeConfig, backend: Backend, run: RunDir, ref: CheckpointRef) -> Session:
+def open_checkpoint(
+    config: RecipeConfig, backend: Backend, run: RunDir, ref: CheckpointRef
+) -> Session:
     """A session with the weights of a checkpoint, to sample from or to export."""
     return backend.open_session(
         f"{run.record.recipe}-{run.record.id}-{ref.name}",

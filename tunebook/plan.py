@@ -123,11 +123,17 @@ def epoch_rows(sources: tuple[MixedRows, ...], *, seed: int, epoch: int) -> tupl
         count = source.rows_per_epoch
         for position in range(epoch * count, (epoch + 1) * count):
             pass_number, offset = divmod(position, len(source.indices))
-            taken.append(source.indices[_shuffled(len(source.indices), f"{seed}/{number}/{pass_number}")[offset]])
+            taken.append(
+                source.indices[
+                    _shuffled(len(source.indices), f"{seed}/{number}/{pass_number}")[offset]
+                ]
+            )
     return tuple(taken[position] for position in _shuffled(len(taken), f"{seed}/{epoch}"))
 
 
-def step_rows(plan: Plan, sources: tuple[MixedRows, ...], *, seed: int, step: int) -> tuple[int, ...]:
+def step_rows(
+    plan: Plan, sources: tuple[MixedRows, ...], *, seed: int, step: int
+) -> tuple[int, ...]:
     """The rows of one step: a pure function of seed, epoch and position.
 
     Args:

@@ -37,7 +37,8 @@ def plan_text(plan: Mapping[str, Any], *, width: int = 100, unicode: bool = True
             `lora`: the adapter as a dict, None = full weights where the key is there;
             `trainable_parameters`, `total_parameters`: counts;
             `estimate`: {`seconds`, `train_tokens`, `peak_memory_bytes`, `price`, `basis`};
-            `downgrades`: `setting:action:cause` tokens; `warnings`: sentences; `hash`: text.
+            `downgrades`: `setting:action:cause` tokens; `warnings`, `notes`: sentences;
+            `hash`: text.
         width: characters of a line.
         unicode: blocks and dashes; else ASCII.
     """
@@ -74,6 +75,8 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
         add_line(table, "downgrade", f"{downgrade_text(token)} [{token}]", style="yellow")
     for sentence in plan.get("warnings") or []:
         add_line(table, "warning", sentence, style="yellow")
+    for number, sentence in enumerate(plan.get("notes") or []):
+        add_line(table, "" if number else "rendering", sentence)
     add_line(table, "hash", plan.get("hash"))
     return table
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 HISTOGRAM_BUCKETS = 10
 NOT_PART_OF_THE_PLAN = (
-    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints", "backend",
+    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
+    "backend",
 )  # fmt: skip
 """Top-level keys that change nothing about what is trained on what."""
 NOT_PART_OF_THE_DATA = ("path", "hub", "function", "revision", "subset", "split", "function_args")
@@ -62,8 +63,8 @@ def downgrades_for(config: RecipeConfig, *, has_eval: bool) -> tuple[str, ...]:
             found.append("eval.monitor:ignored:no_eval_set")
     if found and config.strict:
         raise ConfigError(
-            f"strict=true and the run would be downgraded: {', '.join(found)}. Change these settings, "
-            "or the eval split, or accept the downgrade with strict=false"
+            f"strict=true and the run would be downgraded: {', '.join(found)}. Change these "
+            "settings, or the eval split, or accept the downgrade with strict=false"
         )
     return tuple(found)
 
@@ -128,8 +129,8 @@ def check_plan_hash(config: RecipeConfig, summary: dict[str, Any]) -> None:
     """
     if config.plan.hash is not None and config.plan.hash != summary["hash"]:
         raise ConfigError(
-            f"plan.hash={config.plan.hash}: the plan is now {summary['hash']}; the rows, their tokens "
-            "or a setting have changed. Look at it with dry_run=true, then use the new hash"
+            f"plan.hash={config.plan.hash}: the plan is now {summary['hash']}; the rows, their "
+            "tokens or a setting have changed. Look at it with dry_run=true, then use the new hash"
         )
 
 

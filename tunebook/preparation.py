@@ -66,8 +66,8 @@ def prepare_rows(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
         rule = _split_rule(config)
     if not train:
         raise ConfigError(
-            f"{len(loaded.rows)} usable rows, of which {len(evaluation)} are held out: nothing is left "
-            "to train on. Need at least 2 rows, or a smaller eval.fraction"
+            f"{len(loaded.rows)} usable rows, of which {len(evaluation)} are held out: nothing is "
+            "left to train on. Need at least 2 rows, or a smaller eval.fraction"
         )
     duplicates = cross_split_duplicates(train, evaluation)
     if duplicates.exact or duplicates.normalised:
@@ -147,7 +147,7 @@ def tokenizer_for(config: RecipeConfig) -> PreTrainedTokenizerBase:
 def render_side(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: RecipeConfig, *, what: str
 ) -> RenderedRows | None:
-    """The data of one side of the split, from the cache where it was rendered before; None if empty.
+    """The data of one side of the split, from the cache if it was rendered before; None if empty.
 
     Args:
         rows: of that side.
@@ -185,8 +185,8 @@ def freeze_rows(rows: PreparedRows, directory: Path) -> str:
         merged = write_ledger(key, assignments)
         if any(merged[name] != side for name, side in assignments.items()):
             raise RunError(
-                "Another run over this dataset has fixed the split while this one was prepared, with "
-                "other rows. Start this run again: it will use the split that is now remembered"
+                "Another run over this dataset has fixed the split while this one was prepared, "
+                "with other rows. Start this run again; it will use the split that is remembered"
             )
     return write_snapshot(directory, train=rows.train, eval=rows.eval, manifest=rows.manifest)
 
@@ -210,7 +210,7 @@ def _hold_out(
     split = split_rows(
         [_identity(row, config) for row in rows],
         num_eval=num_eval,
-        remembered=read_ledger(key),
+        remembered={name: Side(side) for name, side in read_ledger(key).items()},
     )
     train = [rows[index] for index in split.train]
     return train, [rows[index] for index in split.eval], (key, split.assignments)

@@ -100,7 +100,8 @@ def _groups() -> str:
     import importlib.resources
 
     lines = ["\n[bold]Groups[/] (group=file):"]
-    for folder in sorted(importlib.resources.files("configs").iterdir(), key=lambda each: each.name):
+    entries = importlib.resources.files("configs").iterdir()
+    for folder in sorted(entries, key=lambda each: each.name):
         if folder.is_dir() and not folder.name.startswith("_"):
             files = sorted(file.name for file in folder.iterdir())
             names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]

@@ -3,10 +3,15 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
-from typing import Literal, TypeAlias
 
-Side: TypeAlias = Literal["train", "eval"]
+
+class Side(StrEnum):
+    """A side of the split."""
+
+    train = "train"
+    eval = "eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +54,10 @@ def split_rows(
 ) -> Split:
     """The rows divided into train and eval.
 
-    Rows linked by an equal key or equal content form a unit. A remembered row keeps its side, and new
-    rows of its unit join it. The other units are taken in the order of a keyed hash, lowest first,
-    into the eval side until it holds `num_eval` rows; a unit that would overshoot is passed over.
+    Rows linked by an equal key or equal content form a unit. A remembered row keeps its side, and
+    new rows of its unit join it. The other units are taken in the order of a keyed hash, lowest
+    first, into the eval side until it holds `num_eval` rows; a unit that would overshoot is passed
+    over.
 
     Args:
         rows: identity of each row.
@@ -69,20 +75,21 @@ def split_rows(
             fresh.append(unit)
             continue
         # A new row that links both sides goes to train: in eval it would flatter the score.
-        joined: Side = "eval" if found == {"eval"} else "train"
-        sides.update({index: side or joined for index, side in known.items()})
-        held_out += sum(sides[index] == "eval" for index in unit)
+        joined = Side.eval if found == {Side.eval} else Side.train
+        for index, side in known.items():
+            sides[index] = side or joined
+        held_out += sum(sides[index] is Side.eval for index in unit)
     for unit in sorted(fresh, key=lambda unit: min(_rank(rows[index].key) for index in unit)):
-        side = "eval" if held_out + len(unit) <= num_eval else "train"
+        side = Side.eval if held_out + len(unit) <= num_eval else Side.train
         sides.update(dict.fromkeys(unit, side))
-        held_out += len(unit) if side == "eval" else 0
+        held_out += len(unit) if side is Side.eval else 0
     assignments = dict(remembered)
     for index, row in enumerate(rows):
         assignments[row.key] = sides[index]
         assignments[row.content] = sides[index]
     return Split(
-        train=tuple(index for index in range(len(rows)) if sides[index] == "train"),
-        eval=tuple(index for index in range(len(rows)) if sides[index] == "eval"),
+        train=tuple(index for index in range(len(rows)) if sides[index] is Side.train),
+        eval=tuple(index for index in range(len(rows)) if sides[index] is Side.eval),
         assignments=assignments,
     )
 

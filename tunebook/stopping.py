@@ -17,7 +17,9 @@ def best_evaluation(history: Sequence[Evaluation], *, lower_is_better: bool) -> 
     """The best evaluation, the earliest among equals; NaN is never best, None if all are NaN."""
     finite = [evaluation for evaluation in history if not math.isnan(evaluation.value)]
     sign = 1 if lower_is_better else -1
-    return min(finite, key=lambda evaluation: (sign * evaluation.value, evaluation.step), default=None)
+    return min(
+        finite, key=lambda evaluation: (sign * evaluation.value, evaluation.step), default=None
+    )
 
 
 def evaluations_without_improvement(

@@ -24,7 +24,7 @@ class Datum:
 
     tokens: IntArray
     """`[T + 1]` token ids."""
-    columns: Mapping[str, Column] = field(default_factory=dict)
+    columns: Mapping[str, Column] = field(default_factory=dict[str, Column])
     """Name -> `[T]` float32 for a per-token column, or one float for the whole sequence.
     `token_weights` carries mask and divisor; where it is 0 no loss may depend on the log-prob."""
 
@@ -33,7 +33,7 @@ class Datum:
         if num_scored < 1:
             raise ValueError(f"a datum needs at least 2 tokens, got {len(self.tokens)}")
         for name, column in self.columns.items():
-            if not isinstance(column, float) and len(column) != num_scored:
+            if not isinstance(column, int | float) and len(column) != num_scored:
                 raise ValueError(
                     f"column {name!r} has {len(column)} entries, but {num_scored} tokens are scored"
                 )

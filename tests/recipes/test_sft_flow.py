@@ -63,7 +63,9 @@ def resume(run, backend, **overrides):
 
 
 def test_152_rows_batch_8_three_epochs_plan_57_steps(configure):
-    config = configure(160, plan__batch_size=8, plan__epochs=3, eval__fraction=0.05, eval__min_rows=8)
+    config = configure(
+        160, plan__batch_size=8, plan__epochs=3, eval__fraction=0.05, eval__min_rows=8
+    )
     task = sft.prepare(config)
     assert (len(task.rows.train), len(task.rows.eval)) == (152, 8)
     assert (task.plan.steps_per_epoch, task.plan.planned_steps) == (19, 57)
@@ -165,14 +167,17 @@ def test_raising_epochs_trains_exactly_the_added_steps(configure):
 
 def test_the_best_checkpoint_is_the_result_and_survives_rotation(configure):
     backend = FakeBackend(nll=[3.0, 1.0, 2.0, 2.5, 2.2, 2.1])
-    _, run, reports = run_all(
-        configure(15, plan__checkpoint_every=1, checkpoints__keep=2), backend
-    )
+    _, run, reports = run_all(configure(15, plan__checkpoint_every=1, checkpoints__keep=2), backend)
     assert [report.is_best for report in reports] == [True, True, False, False, False, False]
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 6]
     assert (run.model_dir / "exported").read_text() == "step_000002"
     evaluation = run.record.evaluation
-    assert (evaluation.best, evaluation.best_step, evaluation.last, evaluation.count) == (1.0, 2, pytest.approx(2.1), 6)
+    assert (evaluation.best, evaluation.best_step, evaluation.last, evaluation.count) == (
+        1.0,
+        2,
+        pytest.approx(2.1),
+        6,
+    )
     assert (evaluation.promoted_step, evaluation.promoted_before_last_eval) == (2, True)
 
 

@@ -88,7 +88,9 @@ def test_micro_batches_change_nothing(unbroken, tmp_path, micro_batch_tokens):
     """
     run = run_all(configured(tmp_path, backend__micro_batch_tokens=micro_batch_tokens))
     assert losses(run) == pytest.approx(losses(unbroken), abs=1e-6)
-    assert run.history("eval/loss")[-1][1] == pytest.approx(unbroken.history("eval/loss")[-1][1], abs=1e-6)
+    assert run.history("eval/loss")[-1][1] == pytest.approx(
+        unbroken.history("eval/loss")[-1][1], abs=1e-6
+    )
     ours, theirs = flat(adapter_at(run, 6)), flat(adapter_at(unbroken, 6))
     assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
     assert ((ours - theirs).abs() > 1e-6).sum() <= 1e-4 * len(ours)
@@ -188,7 +190,10 @@ def rows_file(tmp_path, rows):
 
 
 def turns(question, answer, **extra):
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **extra}]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer, **extra},
+    ]
 
 
 def test_three_distinct_errors(tmp_path):
@@ -268,7 +273,10 @@ def test_command_line_run_show_and_data(tmp_path):
     for name in ("config.yaml", "plan.json", "split.json", "run.json", "events.jsonl", "metrics.jsonl",
                  "checkpoints.jsonl", "model/adapter_config.json", "report.html", "data/manifest.json"):  # fmt: skip
         assert (path / name).is_file(), name
-    assert sorted(each.name for each in (path / "samples").iterdir()) == ["step_000000.jsonl", "step_000004.jsonl"]
+    assert sorted(each.name for each in (path / "samples").iterdir()) == [
+        "step_000000.jsonl",
+        "step_000004.jsonl",
+    ]
 
 
 def test_dry_run_then_train_exactly_that(tmp_path):
@@ -292,7 +300,9 @@ def test_dry_run_then_train_exactly_that(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_promotes_and_leaves_a_record(tmp_path, number, code):
-    process = start("plan.epochs=50", "plan.checkpoint_every=0", "samples.num_prompts=0", cwd=tmp_path)
+    process = start(
+        "plan.epochs=50", "plan.checkpoint_every=0", "samples.num_prompts=0", cwd=tmp_path
+    )
     deadline = time.monotonic() + 200
     while not list(tmp_path.glob("runs/sft/*/metrics.jsonl")):
         assert time.monotonic() < deadline and process.poll() is None

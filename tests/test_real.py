@@ -1,0 +1,158 @@
+"""The main job on a real model: SmolLM2-135M-Instruct; `make test-real`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes import sft
+from tunebook.compose import compose
+from tunebook.launch import start_run
+from tunebook.opening import build_backend
+from tunebook.render import render_prompt
+from tunebook.render.lints import lint_rows
+from tunebook.runs import RunDir, RunState
+from tunebook.types import SamplingParams
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _both_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def configured(tmp_path, smollm2, /, **overrides):
+    values = {
+        "model.name": str(smollm2),
+        "runs_dir": str(tmp_path / "runs"),
+        "plan.batch_size": 8,
+        "plan.epochs": None,
+        "plan.max_steps": 60,
+        "plan.checkpoint_every": 20,
+        "samples.num_prompts": 2,
+        "samples.max_tokens": 24,
+    }
+    values.update({key.replace("__", "."): value for key, value in overrides.items()})
+    return compose("sft", values)
+
+
+def run_all(config, *, stop_after=None):
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    with build_backend(config) as backend:
+        steps = sft.train(task, backend, run)
+        for report in steps:
+            if report.step == stop_after:
+                steps.close()
+    return task, RunDir.open(run.path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, smollm2):
+    return run_all(configured(tmp_path_factory.mktemp("real"), smollm2))
+
+
+def test_the_rows_are_rendered_right(trained):
+    """Exactly one end of turn per answer is trained, and nothing else than answers."""
+    task, _ = trained
+    assert lint_rows(task.rows.train, task.train_data, task.tokenizer, limit=100) == []
+    rendered = task.train_data[0]
+    supervised = task.tokenizer.decode(rendered.tokens[1:][rendered.mask > 0])
+    answers = [m["content"] for m in task.rows.train[0].messages if m["role"] == "assistant"]
+    assert supervised == "".join(f"{answer}<|im_end|>" for answer in answers)
+
+
+def test_60_steps_lower_the_held_out_loss_every_time(trained):
+    _, run = trained
+    history = run.history("eval/loss")
+    assert [step for step, _ in history] == [20, 40, 60]
+    values = [value for _, value in history]
+    assert values[0] > values[1] > values[2]
+    assert run.metrics()[0]["train/loss"] > 2 * values[-1]
+    assert run.record.state is RunState.SUCCEEDED
+    assert len(run.samples()) == 2
+
+
+LOADING = """
+import json, sys, torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+model = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is 12 + 30?"}],
+                                       add_generation_prompt=True, return_dict=False)
+with torch.no_grad():
+    logits = model(torch.tensor([prompt])).logits[0, -1]
+print(json.dumps({"prompt": prompt, "logprobs": logits.log_softmax(-1)[:200].tolist()}))
+"""
+
+
+def test_the_promoted_model_gives_the_same_numbers_in_peft(trained, smollm2, tmp_path):
+    """In a fresh process, through peft and transformers alone."""
+    task, run = trained
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(run.model_dir)], text=True, capture_output=True, check=True
+    )
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    prompt = render_prompt([{"role": "user", "content": "What is 12 + 30?"}], task.tokenizer)
+    assert theirs["prompt"] == prompt
+    config = configured(tmp_path, smollm2, start_from=str(run.path))
+    with build_backend(config) as backend:
+        new = RunDir.create(tmp_path / "runs", "sft", None)
+        session = sft.open_session(config, backend, new, None)
+        data = [
+            sft.Datum(torch.tensor([*prompt, token], dtype=torch.int32).numpy()) for token in range(20)
+        ]
+        ours = [float(each[-1]) for each in session.forward(data).result()]
+    assert ours == pytest.approx(theirs["logprobs"][:20], abs=1e-4)
+
+
+def test_micro_batches_change_nothing(tmp_path, smollm2):
+    adapters = []
+    for micro_batch_tokens in (1, 4096):
+        config = configured(
+            tmp_path, smollm2, backend__micro_batch_tokens=micro_batch_tokens, plan__max_steps=2,
+            samples__num_prompts=0,
+        )  # fmt: skip
+        _, run = run_all(config)
+        tensors = load_file(run.checkpoints()[-1].ref.path / "adapter.safetensors")
+        adapters.append(torch.cat([tensors[name].flatten() for name in sorted(tensors)]))
+    assert (adapters[0] - adapters[1]).norm() <= 1e-6 * adapters[0].norm()
+
+
+def test_stop_and_resume_is_bit_identical(tmp_path, smollm2):
+    short = {"plan__max_steps": 4, "plan__checkpoint_every": 2, "samples__num_prompts": 0}
+    _, whole = run_all(configured(tmp_path / "whole", smollm2, **short))
+    _, stopped = run_all(configured(tmp_path, smollm2, **short), stop_after=2)
+    _, resumed = run_all(compose("sft", {"resume": str(stopped.path)}))
+    ours = load_file(resumed.checkpoints()[-1].ref.path / "adapter.safetensors")
+    theirs = load_file(whole.checkpoints()[-1].ref.path / "adapter.safetensors")
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_greedy_answers_equal_transformers(smollm2, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = configured(tmp_path, smollm2)
+    tokenizer = sft.tokenizer_for(config)
+    questions = ["What is the capital of France?", "Count from 1 to 5."]
+    prompts = [render_prompt([{"role": "user", "content": each}], tokenizer) for each in questions]
+    greedy = SamplingParams(max_tokens=24, temperature=0.0, top_p=1.0, top_k=0, stop=(), seed=0)
+    with build_backend(config) as backend:
+        session = backend.open_session("greedy", config.lora.to_lora(), directory=tmp_path)
+        answers = session.publish_weights().result().sample(prompts, greedy, 1).result()
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    for prompt, [answer] in zip(prompts, answers, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0
+        )
+        assert answer.tokens.tolist() == expected[0, len(prompt) :].tolist()
+    assert "Paris" in tokenizer.decode(answers[0][0].tokens)
