@@ -1,0 +1,284 @@
+"""Training and sampling with torch on this machine."""
+
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tunebook.backends.base import Capabilities
+from tunebook.backends.local import probe
+from tunebook.backends.local.base_model import (
+    BaseModel,
+    load_base_model,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
+from tunebook.backends.local.export import is_full_model
+from tunebook.backends.local.fit import check_adapter_fits
+from tunebook.backends.local.peft_format import (
+    is_peft_adapter,
+    read_peft_config,
+    read_peft_weights,
+)
+from tunebook.backends.local.queue import OperationQueue
+from tunebook.backends.local.session import LocalSession, SessionSettings
+from tunebook.backends.local.weights import AdapterWeights, FullWeights
+from tunebook.errors import BackendError, CheckpointError, ConfigError
+from tunebook.models import load_causal_lm, load_tokenizer, resolve_model
+from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
+
+PROBE_SESSION = "estimate"
+
+
+class LocalBackend:
+    """One base model on one device; see `tunebook.backends.base.Backend`.
+
+    Any number of adapters can be trained over the base at once; training the full weights takes it
+    alone. With bfloat16 an adapter keeps float32 masters over a bfloat16 base, and full weights are
+    kept in float32 and computed in bfloat16 by autocast. The base model's own dropout stays off.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        micro_batch_tokens: int | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        allow_pickle: bool = False,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """Checks the settings; the model is loaded when first needed.
+
+        Args:
+            model: as in `tunebook.models.resolve_model`.
+            device: auto (cuda, mps, cpu in this order), cpu, cuda, cuda:<number>, or mps.
+            dtype: auto (bfloat16 on cuda, else float32), float32, or bfloat16.
+            micro_batch_tokens: tokens computed at once, padding included; None = 1,024 on a CPU,
+                where larger ones only add padding, 8,192 elsewhere.
+            revision: hub revision.
+            trust_remote_code: allow the model repository's own Python code.
+            allow_pickle: allow weights other than safetensors.
+            tokenizer: of another model; None = the model's own.
+            chat_template: as in `tunebook.models.load_tokenizer`.
+
+        Raises:
+            ConfigError: a value that is not allowed, or a device that is not there.
+        """
+        if micro_batch_tokens is not None and micro_batch_tokens < 1:
+            raise ConfigError(
+                f"backend.micro_batch_tokens={micro_batch_tokens}: must be at least 1, or null"
+            )
+        self._model = model
+        self._device = resolve_device(device)
+        self._dtype = resolve_dtype(dtype, self._device)
+        self._micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(self._device)
+        self._revision = revision
+        self._trust_remote_code = trust_remote_code
+        self._allow_pickle = allow_pickle
+        self._tokenizer_name = tokenizer
+        self._chat_template = chat_template
+        self._queue = OperationQueue()
+        self._sessions: dict[str, LocalSession] = {}
+        self._training_base = False
+        self._base: BaseModel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._max_seq_len: int | None = None
+        self._config_read = False
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            max_sessions=sys.maxsize,
+            has_generator=True,
+            full_weight=True,
+            optimizers=frozenset({"adamw", "muon"}),
+            losses=None,
+            max_seq_len=self._read_max_seq_len(),
+        )
+
+    def open_session(
+        self,
+        name: str,
+        lora: LoraConfig | None,
+        *,
+        directory: Path,
+        restore: CheckpointRef | None = None,
+        with_optimizer: bool = True,
+    ) -> LocalSession:
+        self._check_can_open(name, lora)
+        base = self._load_base(full=lora is None)
+        weights = FullWeights(base) if lora is None else AdapterWeights(base, lora)
+        session = LocalSession(
+            name,
+            base=base,
+            weights=weights,
+            queue=self._queue,
+            settings=SessionSettings(
+                directory=Path(directory),
+                micro_batch_tokens=self._micro_batch_tokens,
+                max_seq_len=self._read_max_seq_len(),
+                export_name=resolve_model(self._model),
+                load_tokenizer=self._load_tokenizer,
+            ),
+            on_close=lambda: self._forget(name),
+        )
+        self._sessions[name] = session
+        self._training_base = lora is None
+        try:
+            if restore is not None:
+                self._restore(session, lora, restore, with_optimizer=with_optimizer)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def estimate(self, workload: Workload) -> Estimate:
+        if not workload.sample or not workload.lengths:
+            return Estimate(
+                seconds=None,
+                train_tokens=probe.train_tokens(workload),
+                peak_memory_bytes=None,
+                price=None,
+                basis="not measured: the workload names no rows to measure",
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            session = self.open_session(PROBE_SESSION, workload.lora, directory=Path(folder))
+            try:
+                measured = probe.measure(session, workload.sample, self._device)
+            finally:
+                session.close()
+        return probe.extrapolate(
+            workload,
+            measured,
+            micro_batch_tokens=self._micro_batch_tokens,
+            device=f"{self._device} in {str(self._dtype).removeprefix('torch.')}",
+        )
+
+    def close(self) -> None:
+        for session in list(self._sessions.values()):
+            session.close()
+        self._base = None
+        self._closed = True
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _check_can_open(self, name: str, lora: LoraConfig | None) -> None:
+        if self._closed:
+            raise BackendError("this backend is closed")
+        if name in self._sessions:
+            raise BackendError(f"a session called {name!r} is open already; give another name")
+        if self._sessions and (self._training_base or lora is None):
+            raise BackendError(
+                f"session {name!r} cannot be opened beside {', '.join(map(repr, self._sessions))}: "
+                "full-weight training changes the base, so it needs it alone"
+            )
+
+    def _restore(
+        self,
+        session: LocalSession,
+        lora: LoraConfig | None,
+        ref: CheckpointRef,
+        *,
+        with_optimizer: bool,
+    ) -> None:
+        is_adapter, is_model = is_peft_adapter(ref.path), is_full_model(ref.path)
+        if not (is_adapter or is_model):
+            session.restore(ref, with_optimizer=with_optimizer)
+            return
+        if with_optimizer:
+            raise CheckpointError(
+                f"{ref.path}: an exported model or adapter holds no optimizer state; start from "
+                "its weights only"
+            )
+        if is_model:
+            self._restore_full_model(session, lora, ref.path)
+            return
+        if lora is None:
+            raise CheckpointError(f"{ref.path}: holds an adapter, this session trains full weights")
+        check_adapter_fits(read_peft_config(ref.path), lora, path=ref.path)
+        session.load_weights(read_peft_weights(ref.path), path=ref.path)
+
+    def _restore_full_model(
+        self, session: LocalSession, lora: LoraConfig | None, folder: Path
+    ) -> None:
+        if lora is not None:
+            raise CheckpointError(
+                f"{folder}: holds a full model, this session trains an adapter; to train one over "
+                f"it, set model.name={folder}"
+            )
+        model = load_causal_lm(
+            str(folder),
+            dtype=torch.float32,
+            trust_remote_code=self._trust_remote_code,
+            allow_pickle=self._allow_pickle,
+        )
+        tensors = {name: value.detach() for name, value in model.named_parameters()}
+        session.load_weights(tensors, path=folder)
+
+    def _load_base(self, *, full: bool) -> BaseModel:
+        weight_dtype = torch.float32 if full else self._dtype
+        if self._base is None or self._base.model.dtype != weight_dtype:
+            assert not self._sessions
+            self._base = None
+            self._base = load_base_model(
+                self._model,
+                device=self._device,
+                weight_dtype=weight_dtype,
+                compute_dtype=self._dtype,
+                revision=self._revision,
+                trust_remote_code=self._trust_remote_code,
+                allow_pickle=self._allow_pickle,
+            )
+        return self._base
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self._tokenizer_name or self._model,
+                revision=None if self._tokenizer_name else self._revision,
+                chat_template=self._chat_template,
+                trust_remote_code=self._trust_remote_code,
+            )
+        return self._tokenizer
+
+    def _read_max_seq_len(self) -> int | None:
+        if not self._config_read:
+            config = read_config(
+                self._model, revision=self._revision, trust_remote_code=self._trust_remote_code
+            )
+            self._max_seq_len = getattr(config.get_text_config(), "max_position_embeddings", None)
+            self._config_read = True
+        return self._max_seq_len
+
+    def _forget(self, name: str) -> None:
+        del self._sessions[name]
+        if self._training_base:
+            # The weights are no longer those of the base model: load them again when needed.
+            self._base = None
+            self._training_base = False
+
+
+def default_micro_batch_tokens(device: torch.device) -> int:
+    """Tokens of a micro-batch where the config leaves it open."""
+    return 1024 if device.type == "cpu" else 8192

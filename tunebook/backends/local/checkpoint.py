@@ -1,0 +1,214 @@
+"""Checkpoints as folders: complete or ignored.
+
+    <directory>/<name>/adapter.safetensors | model.safetensors    weights, float32
+                       optimizer.safetensors                       <parameter>.<state name>
+                       state.json                                  written last
+
+A folder is written under a temporary name, flushed to disk, and renamed.
+"""
+
+import base64
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tunebook.errors import CheckpointError
+from tunebook.types import LoraConfig
+
+FORMAT = 1
+STATE_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+ADAPTER_FILE = "adapter.safetensors"
+MODEL_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """Everything about a checkpoint but its tensors."""
+
+    step: int
+    optimizer: str | None
+    """adamw or muon; None before the first step."""
+    lora: LoraConfig | None
+    targets: tuple[str, ...]
+    """Names of the layers that carry the adapter."""
+    base_name: str
+    base_fingerprint: str
+    random: dict[str, str] | None
+    """Device and state (base64) of the dropout generator."""
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: CheckpointState,
+) -> None:
+    """Writes a checkpoint; afterwards `folder` is the whole of it, or what it was before.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    tensors_of_file = {
+        MODEL_FILE if state.lora is None else ADAPTER_FILE: weights,
+        OPTIMIZER_FILE: optimizer,
+    }
+    num_bytes = sum(
+        tensor.numel() * tensor.element_size()
+        for tensors in tensors_of_file.values()
+        for tensor in tensors.values()
+    )
+    with replaced_folder(folder, num_bytes=num_bytes) as temporary:
+        for file, tensors in tensors_of_file.items():
+            on_cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+            save_file(on_cpu, temporary / file)
+        text = json.dumps({"format": FORMAT, **asdict(state)}, indent=1)
+        # Last: its presence says that everything else is there.
+        flush_folder(temporary)
+        (temporary / STATE_FILE).write_text(text, encoding="utf-8")
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """What a complete checkpoint says about itself.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or only an incomplete one.
+    """
+    path = folder / STATE_FILE
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such checkpoint folder")
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: not a complete checkpoint ({STATE_FILE}, which is written last, is missing)"
+        )
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if values.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path}: written by another version of tunebook (format {FORMAT})")
+    lora = values.pop("lora")
+    if lora is not None:
+        targets = lora.pop("target_modules")
+        lora = LoraConfig(
+            **lora, target_modules=targets if isinstance(targets, str) else tuple(targets)
+        )
+    return CheckpointState(lora=lora, targets=tuple(values.pop("targets")), **values)
+
+
+def read_weights(folder: Path, state: CheckpointState) -> dict[str, Tensor]:
+    """Name -> weight of a checkpoint."""
+    return read_tensors(folder / (MODEL_FILE if state.lora is None else ADAPTER_FILE))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def pack_random_state(generator: torch.Generator | None) -> dict[str, str] | None:
+    """The state of a generator as JSON values."""
+    if generator is None:
+        return None
+    state = base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+    return {"device": generator.device.type, "state": state}
+
+
+def unpack_random_state(generator: torch.Generator, packed: Mapping[str, str]) -> None:
+    """Puts a saved state into a generator.
+
+    Raises:
+        CheckpointError: it was saved on another kind of device, whose random numbers differ.
+    """
+    if packed["device"] != generator.device.type:
+        raise CheckpointError(
+            f"the dropout of this checkpoint was drawn on {packed['device']}, which "
+            f"{generator.device.type} cannot continue; use the same device, or start from its "
+            "weights only"
+        )
+    values = bytearray(base64.b64decode(packed["state"]))
+    generator.set_state(torch.frombuffer(values, dtype=torch.uint8))
+
+
+@contextmanager
+def replaced_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends well.
+
+    Args:
+        target: the folder to make or replace.
+        num_bytes: about how much will be written, checked against the free space first.
+
+    Raises:
+        CheckpointError: no space, or the disk refuses; `target` is then as it was.
+    """
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < num_bytes:
+            raise CheckpointError(
+                f"{target}: cannot be written, {num_bytes} bytes are needed and {free} are free"
+            )
+        temporary.mkdir()
+        yield temporary
+        flush_folder(temporary)
+        _swap(temporary, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{target}: cannot be written ({num_bytes} bytes needed): {error}"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def flush_folder(folder: Path) -> None:
+    """Forces the files of a folder, and the folder itself, to the disk."""
+    for path in folder.iterdir():
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    _flush_directory(folder)
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    old = target.parent / f"{temporary.name}.old"
+    if target.exists():
+        target.rename(old)
+        try:
+            temporary.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+        shutil.rmtree(old)
+    else:
+        temporary.rename(target)
+    _flush_directory(target.parent)
+
+
+def _flush_directory(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,190 @@
+"""Log-probs of target tokens, computed only where they are needed.
+
+Legend: B rows, T tokens, N selected positions, H hidden size, V vocabulary, C rows of a chunk.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tunebook.backends.local.base_model import BaseModel, body_hidden
+from tunebook.errors import BackendError
+from tunebook.types import Datum
+
+# Logit values of one chunk: 64 MiB in float32, whatever the vocabulary.
+CHUNK_LOGITS = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one micro-batch on the device, padded on the right."""
+
+    input_ids: Tensor
+    """`[B, T]`"""
+    attention_mask: Tensor | None
+    """`[B, T]`; None where no row is padded."""
+    targets: Tensor
+    """`[B, T]`, the token that follows each input token."""
+    selected: Tensor
+    """`[B, T]` bool, positions whose log-prob is wanted."""
+
+
+def collate(data: Sequence[Datum], *, num_columns: int, device: torch.device) -> Batch:
+    """The rows as one batch; positions of token weight 0 and padding are not selected."""
+    num_rows = len(data)
+    input_ids_BT = np.zeros((num_rows, num_columns), np.int64)
+    targets_BT = np.zeros((num_rows, num_columns), np.int64)
+    real_BT = np.zeros((num_rows, num_columns), bool)
+    selected_BT = np.zeros((num_rows, num_columns), bool)
+    for row, datum in enumerate(data):
+        length = datum.num_scored
+        input_ids_BT[row, :length] = datum.tokens[:-1]
+        targets_BT[row, :length] = datum.tokens[1:]
+        real_BT[row, :length] = True
+        selected_BT[row, :length] = supervised(datum)
+    padded = not real_BT.all()
+    return Batch(
+        input_ids=torch.from_numpy(input_ids_BT).to(device),
+        attention_mask=torch.from_numpy(real_BT.astype(np.int64)).to(device) if padded else None,
+        targets=torch.from_numpy(targets_BT).to(device),
+        selected=torch.from_numpy(selected_BT).to(device),
+    )
+
+
+def supervised(datum: Datum) -> np.ndarray:
+    """`[T]` bool: where the datum carries weight; everywhere if it has no `token_weights`."""
+    weights = datum.columns.get("token_weights")
+    if weights is None:
+        return np.ones(datum.num_scored, bool)
+    return np.broadcast_to(np.asarray(weights) != 0, (datum.num_scored,))
+
+
+def collate_columns(
+    data: Sequence[Datum], names: Sequence[str], *, num_columns: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The named columns as float32 tensors: `[B, T]` padded with 0, or `[B]` for plain floats.
+
+    Raises:
+        BackendError: a row lacks a column, or has it in another shape than the other rows.
+    """
+    columns: dict[str, Tensor] = {}
+    for name in names:
+        missing = [row for row, datum in enumerate(data) if name not in datum.columns]
+        if missing:
+            raise BackendError(
+                f"the loss reads the column {name!r}, which row {missing[0]} of this batch lacks "
+                f"(it has {', '.join(sorted(data[missing[0]].columns)) or 'none'})"
+            )
+        values = [datum.columns[name] for datum in data]
+        per_row = [isinstance(value, float) for value in values]
+        if all(per_row):
+            columns[name] = torch.tensor(values, dtype=torch.float32, device=device)
+        elif any(per_row):
+            raise BackendError(
+                f"the column {name!r} is one number in some rows of this batch and one number per "
+                "token in others"
+            )
+        else:
+            padded = np.zeros((len(data), num_columns), np.float32)
+            for row, value in enumerate(values):
+                padded[row, : data[row].num_scored] = value
+            columns[name] = torch.from_numpy(padded).to(device)
+    return columns
+
+
+def target_logprobs(
+    base: BaseModel,
+    batch: Batch,
+    *,
+    fill: float,
+    replay: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Tensor:
+    """Log-probs of the targets, `[B, T]` float32, `fill` where not selected.
+
+    Args:
+        base: the model, with whatever adapter is applied to it.
+        batch: see `Batch`.
+        fill: value of positions that are not selected; no gradient passes through them.
+        replay: what to wrap the second computation of a chunk in, so that it draws the same
+            dropout as the first; None = nothing is random.
+    """
+    positions_N = batch.selected.flatten().nonzero().squeeze(1)
+    logprobs = torch.full((batch.targets.numel(),), fill, device=base.device)
+    if len(positions_N) == 0:
+        return logprobs.view_as(batch.targets)
+    inputs = {"input_ids": batch.input_ids}
+    if batch.attention_mask is not None:
+        inputs["attention_mask"] = batch.attention_mask
+    targets_N = batch.targets.flatten()[positions_N]
+    with base.computing():
+        if base.logits_rule is None:
+            logits_BTV = base.model(**inputs, use_cache=False).logits
+            selected_N = gather_logprobs(logits_BTV.flatten(0, 1)[positions_N], targets_N)
+        else:
+            hidden_BTH = body_hidden(base.body, **inputs)
+            assert hidden_BTH is not None
+            hidden_NH = hidden_BTH.flatten(0, 1)[positions_N]
+            selected_N = head_logprobs(base, hidden_NH, targets_N, replay=replay)
+    return logprobs.index_put((positions_N,), selected_N).view_as(batch.targets)
+
+
+def head_logprobs(
+    base: BaseModel,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    *,
+    replay: Callable[[], AbstractContextManager[None]] | None,
+) -> Tensor:
+    """Log-probs of the targets, `[N]` float32, without ever holding all logits.
+
+    Logits are computed in chunks of rows; where there are several, again in the backward pass of
+    each, so that one chunk of them is kept at most.
+    """
+
+    def chunk_logprobs(hidden_CH: Tensor, targets_C: Tensor) -> Tensor:
+        assert base.logits_rule is not None
+        # The rule is applied in float32: a soft cap in bfloat16 would round the logits.
+        return gather_logprobs(base.logits_rule(base.head(hidden_CH).float()), targets_C)
+
+    num_rows = max(1, CHUNK_LOGITS // base.vocab_size)
+    chunks = []
+    for hidden_CH, targets_C in zip(
+        hidden_NH.split(num_rows), targets_N.split(num_rows), strict=True
+    ):
+        if torch.is_grad_enabled() and len(hidden_NH) > num_rows:
+            chunk = checkpoint(
+                chunk_logprobs,
+                hidden_CH,
+                targets_C,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (nullcontext(), replay() if replay else nullcontext()),
+            )
+            assert isinstance(chunk, Tensor)
+        else:
+            chunk = chunk_logprobs(hidden_CH, targets_C)
+        chunks.append(chunk)
+    return torch.cat(chunks)
+
+
+def gather_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Log-probs of the targets, `[N]`, in float32."""
+    logits_NV = logits_NV.float()
+    chosen_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
+    return chosen_N - logits_NV.logsumexp(dim=1)
+
+
+@contextmanager
+def replayed(generator: torch.Generator, state: Tensor) -> Iterator[None]:
+    """Draws from `generator` as it was at `state`, then puts it back as it is now."""
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)

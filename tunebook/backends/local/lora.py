@@ -1,0 +1,207 @@
+"""Our own LoRA layer: a low-rank update added to the output of a linear layer by a forward hook.
+
+The modules of the base model are never replaced or changed, so any number of adapters can share one
+base, and a tied output head can carry an adapter that the embedding does not see.
+Source: arXiv:2106.09685, equation 3.
+Legend: R rank, I input features, O output features.
+"""
+
+import difflib
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tunebook.errors import ConfigError
+from tunebook.types import LoraConfig
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraLayer:
+    """The update `scale * B A` of one linear layer."""
+
+    def __init__(self, name: str, module: nn.Module, config: LoraConfig) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        num_out, num_in = features_of(module)
+        self.name = name
+        self.module = module
+        self.scale = config.scale
+        self.dropout = config.dropout
+        # Masters are float32 whatever the base is; the product runs in the base's dtype.
+        initial_a = initial_lora_a(name, (config.rank, num_in), seed=config.seed)
+        self.lora_a = nn.Parameter(initial_a.to(weight.device))
+        self.lora_b = nn.Parameter(torch.zeros(num_out, config.rank, device=weight.device))
+
+    def hook(
+        self, *, lora_a: Tensor, lora_b: Tensor, generator: torch.Generator | None
+    ) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+        """A forward hook that adds the update.
+
+        Args:
+            lora_a: `[R, I]`
+            lora_b: `[O, R]`
+            generator: draws the dropout mask; None = no dropout.
+        """
+
+        def add_update(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            inputs = args[0]
+            a, b = lora_a.to(inputs.dtype), lora_b.to(inputs.dtype)
+            if generator is not None:
+                inputs = dropped_out(inputs, share=self.dropout, generator=generator)
+            low_rank = F.linear(inputs, a)
+            return torch.addmm(
+                output.flatten(0, -2), low_rank.flatten(0, -2), b.t(), alpha=self.scale
+            ).view_as(output)
+
+        return add_update
+
+
+def initial_lora_a(name: str, shape: tuple[int, int], *, seed: int) -> Tensor:
+    """The initial A: Kaiming-uniform with a = sqrt(5), that is uniform in +-1/sqrt(I).
+
+    Drawn from a generator of its own for each layer, so neither the global random state nor the
+    order of the modules matters.
+
+    Args:
+        name: of the layer.
+        shape: `(R, I)`.
+        seed: `lora.seed`.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    bound = 1 / math.sqrt(shape[1])
+    return (2 * torch.rand(shape, generator=generator) - 1) * bound
+
+
+def dropped_out(inputs: Tensor, *, share: float, generator: torch.Generator) -> Tensor:
+    """`inputs` with a random share of values zeroed and the others scaled up to make up for it."""
+    keep = torch.empty_like(inputs).bernoulli_(1 - share, generator=generator)
+    return inputs * keep / (1 - share)
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """Output and input features of a linear layer; GPT-2's Conv1D stores the transpose."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+
+
+def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> every layer that can carry an adapter."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+
+
+def matches(name: str, suffix: str) -> bool:
+    """Whether a module name is `suffix` or ends in it at a dot."""
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def adapter_targets(
+    model: nn.Module, head: nn.Module, target_modules: str | tuple[str, ...]
+) -> dict[str, nn.Module]:
+    """Name -> layer for every layer that `target_modules` asks for.
+
+    Args:
+        model: the base model.
+        head: its output head, which `all-linear` leaves out.
+        target_modules: `all-linear`, or suffixes of module names.
+
+    Raises:
+        ConfigError: a suffix matches no linear layer, or there is nothing to train.
+    """
+    linears = linear_modules(model)
+    if target_modules == ALL_LINEAR:
+        targets = {name: module for name, module in linears.items() if module is not head}
+    else:
+        suffixes = (target_modules,) if isinstance(target_modules, str) else target_modules
+        unmatched = [
+            suffix for suffix in suffixes if not any(matches(name, suffix) for name in linears)
+        ]
+        if unmatched:
+            raise ConfigError(_unmatched_message(unmatched, linears))
+        targets = {
+            name: module
+            for name, module in linears.items()
+            if any(matches(name, suffix) for suffix in suffixes)
+        }
+    if not targets:
+        raise ConfigError(
+            f"lora.target_modules={target_modules}: no layer is selected, so nothing would be "
+            f"trained; give {ALL_LINEAR} or some of {', '.join(_leaf_names(linears))}"
+        )
+    return targets
+
+
+def check_lora(config: LoraConfig) -> None:
+    """Returns if the values of an adapter config make sense.
+
+    Raises:
+        ConfigError: naming the key, the value and what is allowed.
+    """
+    if config.rank < 1:
+        raise ConfigError(f"lora.rank={config.rank}: must be at least 1")
+    if not (config.alpha > 0 and math.isfinite(config.alpha)):
+        raise ConfigError(f"lora.alpha={config.alpha}: must be a positive number")
+    if not 0 <= config.dropout < 1:
+        raise ConfigError(f"lora.dropout={config.dropout}: must be at least 0 and below 1")
+
+
+def check_reached(
+    layers: Mapping[str, LoraLayer], run: Callable[[], object], *, model_name: str
+) -> None:
+    """Returns if `run` calls every layer, so that no adapter sits beside code that goes around it.
+
+    Experts are exempt: a router may leave some of them out.
+
+    Raises:
+        ConfigError: a layer's weight is used without calling the layer.
+    """
+    called: set[str] = set()
+    handles = [
+        layer.module.register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, layer in layers.items()
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    unreached = [name for name in layers if name not in called and ".experts." not in name]
+    if unreached:
+        raise ConfigError(
+            f"lora.target_modules: {model_name} does not call these layers in a forward pass, so "
+            f"an adapter on them would have no effect: {', '.join(unreached[:8])}"
+            f"{' ...' if len(unreached) > 8 else ''}. List the layers to train instead."
+        )
+
+
+def _leaf_names(linears: Mapping[str, nn.Module]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in linears})
+
+
+def _unmatched_message(unmatched: list[str], linears: Mapping[str, nn.Module]) -> str:
+    leaves = _leaf_names(linears)
+    close = {
+        suffix: difflib.get_close_matches(suffix.rpartition(".")[2], leaves, n=1)
+        for suffix in unmatched
+    }
+    named = ", ".join(
+        f"{suffix} (did you mean {found[0]}?)" if found else suffix
+        for suffix, found in close.items()
+    )
+    return (
+        f"lora.target_modules: no linear layer is called {named}; "
+        f"this model has {', '.join(leaves)}, or give {ALL_LINEAR}"
+    )

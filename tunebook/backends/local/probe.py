@@ -1,0 +1,145 @@
+"""An estimate of a run from one measured step."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tunebook.backends.base import Session
+from tunebook.backends.local.execution import padded_tokens
+from tunebook.types import AdamParams, Datum, Estimate, Workload
+
+# Measured again while it costs no more than this, for a figure without first-call costs.
+SHORT_STEP_S = 2.0
+# A rate of 0 leaves the weights as they are; the step costs the same.
+PROBE_STEP = AdamParams(
+    learning_rate=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one step took."""
+
+    step_s: float
+    forward_s: float
+    peak_memory_bytes: int | None
+
+
+@dataclass(slots=True)
+class PeakMemory:
+    """Peak memory of a block, filled in at its end; None where it cannot be told."""
+
+    bytes: int | None = field(default=None)
+
+
+def measure(session: Session, sample: Sequence[Datum], device: torch.device) -> Measurement:
+    """Times a training step and an evaluation of `sample`."""
+    with peak_memory(device) as peak:
+        step_s = timed(lambda: _train_step(session, sample), device)
+        if step_s < SHORT_STEP_S:
+            step_s = min(timed(lambda: _train_step(session, sample), device) for _ in range(2))
+        forward_s = timed(lambda: session.forward(sample).result(), device)
+    return Measurement(step_s=step_s, forward_s=forward_s, peak_memory_bytes=peak.bytes)
+
+
+def extrapolate(
+    workload: Workload, measured: Measurement, *, micro_batch_tokens: int, device: str
+) -> Estimate:
+    """The whole run at the measured cost per computed token, padding included."""
+
+    def computed(lengths: Sequence[int]) -> int:
+        return padded_tokens(
+            [max(1, length - 1) for length in lengths],
+            rows_per_unit=1,
+            max_tokens=micro_batch_tokens,
+        )
+
+    sample_tokens = computed([len(datum.tokens) for datum in workload.sample])
+    # Rows meet in other steps in every epoch; batches in file order stand for them.
+    batches = [
+        workload.lengths[first : first + workload.batch_size]
+        for first in range(0, len(workload.lengths), workload.batch_size)
+    ]
+    epochs = workload.planned_steps / len(batches)
+    train_padded = epochs * sum(computed(batch) for batch in batches)
+    eval_padded = workload.num_evaluations * computed(workload.eval_lengths)
+    seconds = (train_padded * measured.step_s + eval_padded * measured.forward_s) / sample_tokens
+    return Estimate(
+        seconds=seconds,
+        train_tokens=train_tokens(workload),
+        peak_memory_bytes=measured.peak_memory_bytes,
+        price=None,
+        basis=(
+            f"measured on {device}: one step of {len(workload.sample)} rows took "
+            f"{measured.step_s:.2f} s for {sample_tokens} tokens (padding included), its "
+            f"evaluation {measured.forward_s:.2f} s; scaled to the {round(train_padded)} training "
+            f"and {round(eval_padded)} evaluation tokens of the plan"
+            + ("" if measured.peak_memory_bytes is None else "; memory is the peak of that step")
+        ),
+    )
+
+
+def train_tokens(workload: Workload) -> int:
+    """Tokens through forward and backward over the whole plan."""
+    num_batches = -(-len(workload.lengths) // workload.batch_size)
+    return round(sum(workload.lengths) * workload.planned_steps / max(1, num_batches))
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `run` takes, work still on the device included."""
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
+    """Records the peak memory of a block: of the device, or of the process on a CPU."""
+    peak = PeakMemory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        reset_resident_peak()
+    yield peak
+    if device.type == "cuda":
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+    elif device.type == "cpu":
+        peak.bytes = resident_peak()
+
+
+def reset_resident_peak() -> None:
+    """Starts a new high-water mark of this process, where the system has one that can be reset."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        # Without it the mark is that of the whole life of the process: an upper bound.
+        return
+
+
+def resident_peak() -> int | None:
+    """Bytes of the high-water mark of this process; None where the system does not tell."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return None
+    for line in status.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _train_step(session: Session, sample: Sequence[Datum]) -> None:
+    session.forward_backward(sample, _sum_of_nll)
+    session.optim_step(PROBE_STEP).result()
+
+
+def _sum_of_nll(logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return -logprobs.sum(), {}

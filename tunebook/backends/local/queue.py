@@ -1,0 +1,143 @@
+"""The queue of operations: queued by a call, run when somebody waits.
+
+Operations of all sessions stand in one queue in call order. Waiting for one runs everything queued
+before it, which is where operations of several sessions can meet.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from tunebook.errors import BackendError, TunebookError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Lane:
+    """The operations of one session; after a failure every later one is refused."""
+
+    name: str
+    failed_operation: str | None = None
+    failure: BaseException | None = None
+    closed: bool = False
+
+
+class LocalFuture(Generic[T]):
+    """The result of a queued operation."""
+
+    def __init__(self, queue: "OperationQueue") -> None:
+        self._queue = queue
+        self._done = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def result(self) -> T:
+        """Runs what was queued up to this operation; returns its value or raises what it raised."""
+        self._queue.run_until(self)
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation has run, failed, or was dropped."""
+        return self._done
+
+    def settle(self, value: T | None, error: BaseException | None) -> None:
+        """Records the outcome."""
+        self._value, self._error, self._done = value, error, True
+
+
+@dataclass(slots=True)
+class _Operation:
+    lane: Lane
+    name: str
+    run: Callable[[], Any]
+    future: LocalFuture[Any]
+    poisons: bool
+
+
+class OperationQueue:
+    """Operations of the sessions of one backend, in call order."""
+
+    def __init__(self) -> None:
+        self._operations: deque[_Operation] = deque()
+        self._lock = threading.RLock()
+
+    def submit(
+        self, lane: Lane, name: str, run: Callable[[], T], *, poisons: bool = True
+    ) -> LocalFuture[T]:
+        """A future for `run`, which is called when this or a later operation is waited for.
+
+        Args:
+            lane: the session it belongs to.
+            name: for error messages.
+            run: the operation.
+            poisons: whether its failure makes later operations of the session fail.
+
+        Raises:
+            BackendError: the session is closed.
+        """
+        if lane.closed:
+            raise BackendError(f"session {lane.name!r} is closed, it takes no {name}")
+        future: LocalFuture[T] = LocalFuture(self)
+        with self._lock:
+            self._operations.append(_Operation(lane, name, run, future, poisons))
+        return future
+
+    def run_until(self, future: LocalFuture[Any]) -> None:
+        """Runs operations in call order until `future` is settled."""
+        with self._lock:
+            while not future.done:
+                self._run(self._operations.popleft())
+
+    def close_lane(self, lane: Lane) -> None:
+        """Closes a session: operations of it that nobody has waited for are dropped."""
+        with self._lock:
+            lane.closed = True
+            kept: deque[_Operation] = deque()
+            for operation in self._operations:
+                if operation.lane is lane:
+                    operation.future.settle(None, _dropped(operation))
+                else:
+                    kept.append(operation)
+            self._operations = kept
+
+    def _run(self, operation: _Operation) -> None:
+        lane = operation.lane
+        if lane.failure is not None:
+            operation.future.settle(None, _refused(operation))
+            return
+        try:
+            value = operation.run()
+        except BaseException as error:
+            operation.future.settle(None, error)
+            if operation.poisons:
+                lane.failed_operation, lane.failure = operation.name, error
+            # An interrupt concerns whoever waits now, not only the owner of this operation.
+            if not isinstance(error, Exception):
+                raise
+        else:
+            operation.future.settle(value, None)
+
+
+def _dropped(operation: _Operation) -> BackendError:
+    return BackendError(
+        f"session {operation.lane.name!r} was closed before its {operation.name} was waited for"
+    )
+
+
+def _refused(operation: _Operation) -> TunebookError:
+    lane = operation.lane
+    failure = lane.failure
+    message = (
+        f"session {lane.name!r} refuses {operation.name}: "
+        f"its {lane.failed_operation} failed before: {failure}"
+    )
+    kind = type(failure) if isinstance(failure, TunebookError) else BackendError
+    error = kind(message)
+    error.__cause__ = failure
+    return error

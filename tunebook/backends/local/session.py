@@ -1,0 +1,376 @@
+"""One adapter, or the full weights, being trained on this machine.
+
+Legend: B rows, T tokens.
+"""
+
+import inspect
+import math
+import shutil
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tunebook.backends.base import Future, Generator, LossFn
+from tunebook.backends.local import checkpoint, optimizers
+from tunebook.backends.local.base_model import BaseModel
+from tunebook.backends.local.checkpoint import CheckpointState
+from tunebook.backends.local.execution import MicroBatch, micro_batches
+from tunebook.backends.local.export import export_adapter, export_full_model
+from tunebook.backends.local.fit import check_fits
+from tunebook.backends.local.generator import LocalGenerator
+from tunebook.backends.local.logprobs import collate, collate_columns, target_logprobs
+from tunebook.backends.local.queue import Lane, OperationQueue
+from tunebook.backends.local.weights import (
+    TrainedWeights,
+    check_finite,
+    layer_names,
+    snapshot,
+)
+from tunebook.errors import BackendError, CheckpointError, NonFiniteError
+from tunebook.types import CheckpointRef, Datum, Metrics, OptimizerParams
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """What a session takes from its backend."""
+
+    directory: Path
+    """Checkpoints go here."""
+    micro_batch_tokens: int
+    max_seq_len: int | None
+    export_name: str
+    """What an exported adapter calls its base model."""
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+
+
+class LocalSession:
+    """One adapter (or the full weights) being trained; see `tunebook.backends.base.Session`."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        base: BaseModel,
+        weights: TrainedWeights,
+        queue: OperationQueue,
+        settings: SessionSettings,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.step = 0
+        """Optimizer steps that the weights have seen."""
+        self._base = base
+        self._weights = weights
+        self._queue = queue
+        self._settings = settings
+        self._on_close = on_close
+        self._lane = Lane(name)
+        self._optimizer: optimizers.Optimizer | None = None
+        self._has_gradient = False
+        self._version = 0
+        self._generator: Callable[[], LocalGenerator | None] = lambda: None
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._weights.parameters.values())
+
+    def forward(self, data: Sequence[Datum]) -> Future[list[Tensor]]:
+        rows = list(data)
+        return self._queue.submit(self._lane, "forward", lambda: self._forward(rows))
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: LossFn, *, rows_per_unit: int = 1
+    ) -> Future[Metrics]:
+        rows = list(data)
+        return self._queue.submit(
+            self._lane,
+            "forward_backward",
+            lambda: self._forward_backward(rows, loss_fn, rows_per_unit=rows_per_unit),
+        )
+
+    def optim_step(self, params: OptimizerParams) -> Future[Metrics]:
+        return self._queue.submit(self._lane, "optim_step", lambda: self._optim_step(params))
+
+    def publish_weights(self) -> Future[Generator]:
+        return self._queue.submit(self._lane, "publish_weights", self._publish_weights)
+
+    def save(self, name: str) -> Future[CheckpointRef]:
+        return self._queue.submit(self._lane, "save", lambda: self._save(name))
+
+    def export(self, ref: CheckpointRef, directory: Path) -> Path:
+        state = checkpoint.read_state(ref.path)
+        tensors = checkpoint.read_weights(ref.path, state)
+        tokenizer = self._settings.load_tokenizer()
+        if state.lora is None:
+            return export_full_model(self._base, tensors, directory, tokenizer=tokenizer)
+        return export_adapter(
+            self._base.model,
+            tensors,
+            directory,
+            lora=state.lora,
+            targets=state.targets,
+            base_name=self._settings.export_name,
+            tokenizer=tokenizer,
+        )
+
+    def discard(self, ref: CheckpointRef) -> None:
+        if ref.path.parent.resolve() != self._settings.directory.resolve():
+            raise CheckpointError(
+                f"{ref.path}: not a checkpoint of this session, which keeps its own in "
+                f"{self._settings.directory}"
+            )
+        if ref.path.exists():
+            # First the file that makes it complete: a deletion cut short leaves nothing to restore.
+            (ref.path / checkpoint.STATE_FILE).unlink(missing_ok=True)
+            shutil.rmtree(ref.path)
+
+    def close(self) -> None:
+        if self._lane.closed:
+            return
+        self._queue.close_lane(self._lane)
+        for parameter in self._weights.parameters.values():
+            parameter.grad = None
+            parameter.requires_grad_(False)
+        self._optimizer = None
+        self._on_close()
+
+    def restore(self, ref: CheckpointRef, *, with_optimizer: bool) -> None:
+        """Takes over a checkpoint of the same base and adapter shape.
+
+        Raises:
+            CheckpointError: incomplete, or of another base or adapter.
+        """
+        state = checkpoint.read_state(ref.path)
+        check_fits(state, self._base, self._weights, path=ref.path)
+        self.load_weights(checkpoint.read_weights(ref.path, state), path=ref.path)
+        if not with_optimizer:
+            return
+        self.step = state.step
+        if state.optimizer is not None:
+            self._optimizer = self._make_optimizer(state.optimizer)
+            tensors = checkpoint.read_tensors(ref.path / checkpoint.OPTIMIZER_FILE)
+            optimizers.load_optimizer_state(self._optimizer, self._weights.parameters, tensors)
+        if self._weights.generator is not None:
+            if state.random is None:
+                raise CheckpointError(
+                    f"{ref.path}: trained without lora.dropout, so it cannot be continued exactly "
+                    "with it; start from its weights only"
+                )
+            checkpoint.unpack_random_state(self._weights.generator, state.random)
+
+    def load_weights(self, tensors: dict[str, Tensor], *, path: Path) -> None:
+        """Copies tensors into the parameters.
+
+        Raises:
+            CheckpointError: names or shapes differ.
+        """
+        parameters = self._weights.parameters
+        for name in sorted(parameters.keys() ^ tensors.keys()):
+            owner = "this session" if name in parameters else "the checkpoint"
+            raise CheckpointError(
+                f"{path}: does not fit this session, only {owner} has {name} "
+                "(compare lora.target_modules)"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if parameter.shape != tensors[name].shape:
+                    raise CheckpointError(
+                        f"{path}: {name} has shape {tuple(tensors[name].shape)}, "
+                        f"this session needs {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(tensors[name])
+
+    def _forward(self, data: list[Datum]) -> list[Tensor]:
+        self._check_data(data)
+        logprobs: list[Tensor] = [torch.empty(0)] * len(data)
+        with torch.no_grad(), self._weights.applied(dropout=False), self._explaining_memory():
+            for micro_batch in self._plan(data, rows_per_unit=1):
+                rows = [data[row] for row in micro_batch.rows]
+                batch = collate(rows, num_columns=micro_batch.num_columns, device=self._base.device)
+                logprobs_BT = target_logprobs(self._base, batch, fill=math.nan).cpu()
+                for row, row_logprobs in zip(micro_batch.rows, logprobs_BT, strict=True):
+                    # A copy: a view would keep the padded batch alive.
+                    logprobs[row] = row_logprobs[: data[row].num_scored].clone()
+        return logprobs
+
+    def _forward_backward(
+        self, data: list[Datum], loss_fn: LossFn, *, rows_per_unit: int
+    ) -> Metrics:
+        self._check_data(data)
+        names = column_names(loss_fn)
+        totals: Metrics = {"loss": 0.0}
+        with self._weights.applied(dropout=True), self._dropping_gradients_on_failure():
+            for micro_batch in self._plan(data, rows_per_unit=rows_per_unit):
+                rows = [data[row] for row in micro_batch.rows]
+                for name, value in self._micro_step(rows, micro_batch, loss_fn, names).items():
+                    totals[name] = totals.get(name, 0.0) + value
+        self._has_gradient = True
+        return totals
+
+    def _micro_step(
+        self, rows: list[Datum], micro_batch: MicroBatch, loss_fn: LossFn, names: list[str]
+    ) -> Metrics:
+        device, num_columns = self._base.device, micro_batch.num_columns
+        batch = collate(rows, num_columns=num_columns, device=device)
+        columns = collate_columns(rows, names, num_columns=num_columns, device=device)
+        logprobs_BT = target_logprobs(self._base, batch, fill=0.0, replay=self._weights.replay)
+        loss, metrics = loss_fn(logprobs_BT, **columns)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"session {self.name!r}, step {self.step + 1}: the loss is {value}; the gradient "
+                "was dropped and no step is taken. Look at the rows of this step, or lower "
+                "optimizer.learning_rate"
+            )
+        if loss.requires_grad:
+            loss.backward()
+        elif bool(batch.selected.any()):
+            raise BackendError("the loss does not depend on the log-probs it was given")
+        return {"loss": value, **{name: float(metric) for name, metric in metrics.items()}}
+
+    def _optim_step(self, params: OptimizerParams) -> Metrics:
+        optimizers.check_params(params)
+        if not self._has_gradient:
+            raise BackendError(
+                f"session {self.name!r}: optim_step without a forward_backward since the last one"
+            )
+        kind = optimizers.kind_of(params)
+        if kind == optimizers.MUON and self._weights.lora is not None:
+            raise BackendError(
+                "optimizer.kind=muon needs full weights (lora=null): the factors of an adapter are "
+                "not the matrices it is made for; use adamw"
+            )
+        if self._optimizer is None:
+            self._optimizer = self._make_optimizer(kind)
+        optimizers.require_kind(self._optimizer, params)
+
+        parameters = self._weights.parameters
+        norm = optimizers.gradient_norm(parameters)
+        if not math.isfinite(norm):
+            self._clear_gradients()
+            raise NonFiniteError(
+                f"session {self.name!r}, step {self.step + 1}: the gradient norm is {norm}; the "
+                "update was not applied and later steps are refused"
+            )
+        self._keep_published_weights()
+        optimizers.clip_gradients(parameters, norm=norm, max_norm=params.max_grad_norm)
+        optimizers.apply_step(self._optimizer, params)
+        self._clear_gradients()
+        self.step += 1
+        return {"grad_norm": norm}
+
+    def _publish_weights(self) -> Generator:
+        self._version += 1
+        generator = LocalGenerator(
+            version=self._version,
+            base=self._base,
+            weights=self._weights,
+            queue=self._queue,
+            lane=self._lane,
+            current_version=lambda: self._version,
+            batch_tokens=4 * self._settings.micro_batch_tokens,
+            max_seq_len=self._settings.max_seq_len,
+            load_tokenizer=self._settings.load_tokenizer,
+        )
+        self._generator = weakref.ref(generator)
+        return generator
+
+    def _keep_published_weights(self) -> None:
+        # They are copied when they are about to change, and only if somebody can still sample.
+        generator = self._generator()
+        if generator is not None and generator.values is None:
+            generator.values = snapshot(self._weights)
+
+    def _save(self, name: str) -> CheckpointRef:
+        if self._has_gradient:
+            raise BackendError(
+                f"session {self.name!r}: save({name!r}) between forward_backward and optim_step, "
+                "the gradient would be lost"
+            )
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise BackendError(f"save({name!r}): a checkpoint's name is one folder name")
+        check_finite(self._weights, action=f"save {name!r}")
+        folder = self._settings.directory / name
+        optimizer_tensors: dict[str, Tensor] = {}
+        if self._optimizer is not None:
+            optimizer_tensors = optimizers.optimizer_state(
+                self._optimizer, self._weights.parameters
+            )
+        checkpoint.save_checkpoint(
+            folder,
+            weights=self._weights.parameters,
+            optimizer=optimizer_tensors,
+            state=CheckpointState(
+                step=self.step,
+                optimizer=self._optimizer.kind if self._optimizer else None,
+                lora=self._weights.lora,
+                targets=layer_names(self._weights),
+                base_name=self._base.name,
+                base_fingerprint=self._base.fingerprint,
+                random=checkpoint.pack_random_state(self._weights.generator),
+            ),
+        )
+        return CheckpointRef(name=name, location=str(folder), has_optimizer=True)
+
+    def _make_optimizer(self, kind: str) -> optimizers.Optimizer:
+        if kind == optimizers.ADAMW:
+            return optimizers.make_adamw(self._weights.parameters)
+        tables = optimizers.look_up_tables(self._base.model, self._base.head)
+        return optimizers.make_muon(self._weights.parameters, not_matrices=tables)
+
+    def _plan(self, data: list[Datum], *, rows_per_unit: int) -> list[MicroBatch]:
+        return micro_batches(
+            [datum.num_scored for datum in data],
+            rows_per_unit=rows_per_unit,
+            max_tokens=self._settings.micro_batch_tokens,
+        )
+
+    def _check_data(self, data: list[Datum]) -> None:
+        limit, vocab_size = self._settings.max_seq_len, self._base.vocab_size
+        for row, datum in enumerate(data):
+            if limit is not None and datum.num_scored > limit:
+                raise BackendError(
+                    f"row {row} has {datum.num_scored} tokens, {self._base.name} takes {limit}; "
+                    "lower max_seq_len"
+                )
+            if datum.tokens.min() < 0 or datum.tokens.max() >= vocab_size:
+                raise BackendError(
+                    f"row {row} holds a token id outside 0..{vocab_size - 1}: the tokenizer does "
+                    f"not belong to {self._base.name}"
+                )
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._weights.parameters.values():
+            parameter.grad = None
+        self._has_gradient = False
+
+    @contextmanager
+    def _dropping_gradients_on_failure(self) -> Iterator[None]:
+        try:
+            with self._explaining_memory():
+                yield
+        except BaseException:
+            self._clear_gradients()
+            raise
+
+    @contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"out of memory on {self._base.device}: lower backend.micro_batch_tokens "
+                f"(now {self._settings.micro_batch_tokens}) or max_seq_len"
+            ) from error
+
+
+def column_names(loss_fn: LossFn) -> list[str]:
+    """The columns a loss reads: its arguments after the first that have no value yet."""
+    arguments = list(inspect.signature(loss_fn).parameters.values())[1:]
+    return [argument.name for argument in arguments if argument.default is inspect.Parameter.empty]
