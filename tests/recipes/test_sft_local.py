@@ -58,10 +58,6 @@ def adapter_at(run, step):
     return load_file(path / "adapter.safetensors")
 
 
-def flat(adapter):
-    return torch.cat([adapter[name].flatten() for name in sorted(adapter)])
-
-
 def losses(run):
     return [row["train/loss"] for row in run.metrics()]
 
@@ -81,19 +77,15 @@ def test_training_lowers_the_held_out_loss(unbroken):
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 150, 100_000])
 def test_micro_batches_change_nothing(unbroken, tmp_path, micro_batch_tokens):
-    """Equal loss and equal adapter (1e-6, fp32), train and eval, for any micro-batch size (case 3).
-
-    The adapter is compared in norm: where a gradient is as small as Adam's eps (1e-8), Adam turns its
-    last bits into an update of visible size, for a handful of elements out of 100,000.
-    """
+    """Equal loss and equal adapter (1e-6, fp32), train and eval, for any micro-batch size (case 3)."""
     run = run_all(configured(tmp_path, backend__micro_batch_tokens=micro_batch_tokens))
     assert losses(run) == pytest.approx(losses(unbroken), abs=1e-6)
     assert run.history("eval/loss")[-1][1] == pytest.approx(
         unbroken.history("eval/loss")[-1][1], abs=1e-6
     )
-    ours, theirs = flat(adapter_at(run, 6)), flat(adapter_at(unbroken, 6))
-    assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
-    assert ((ours - theirs).abs() > 1e-6).sum() <= 1e-4 * len(ours)
+    expected = adapter_at(unbroken, 6)
+    for name, value in adapter_at(run, 6).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("stop_after", "dropout"), [(2, 0.0), (3, 0.0), (3, 0.3)])

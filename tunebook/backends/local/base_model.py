@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from tunebook.backends.local.stream import supports_stream
 from tunebook.errors import ConfigError
 from tunebook.models import load_causal_lm, resolve_model
 
@@ -40,6 +41,8 @@ class BaseModel:
     logits_rule: Callable[[Tensor], Tensor] | None
     """What the model does to the head's output; None = not known to us, so that logits must come
     from the model's own forward."""
+    streams: bool
+    """Rows can be computed one after the other without padding; see `stream`."""
     fingerprint: str
     """Identifies architecture and weights, whatever the folder is called."""
 
@@ -143,6 +146,7 @@ def load_base_model(
         head=head,
         head_name=next(key for key, module in model.named_modules() if module is head),
         logits_rule=verified_logits_rule(model, body, head),
+        streams=supports_stream(model, body),
         fingerprint=fingerprint,
     )
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tunebook.backends.local.base_model import BaseModel, body_hidden
+from tunebook.backends.local.stream import MIN_STREAM, stream_hidden
 from tunebook.errors import BackendError
 from tunebook.types import Datum
 
@@ -28,6 +30,10 @@ class Batch:
     """`[B, T]`"""
     attention_mask: Tensor | None
     """`[B, T]`; None where no row is padded."""
+    real: Tensor
+    """`[B, T]` bool, False at padding."""
+    lengths: tuple[int, ...]
+    """Tokens of each row."""
     targets: Tensor
     """`[B, T]`, the token that follows each input token."""
     selected: Tensor
@@ -51,6 +57,8 @@ def collate(data: Sequence[Datum], *, num_columns: int, device: torch.device) ->
     return Batch(
         input_ids=torch.from_numpy(input_ids_BT).to(device),
         attention_mask=torch.from_numpy(real_BT.astype(np.int64)).to(device) if padded else None,
+        real=torch.from_numpy(real_BT).to(device),
+        lengths=tuple(datum.num_scored for datum in data),
         targets=torch.from_numpy(targets_BT).to(device),
         selected=torch.from_numpy(selected_BT).to(device),
     )
@@ -117,20 +125,31 @@ def target_logprobs(
     logprobs = torch.full((batch.targets.numel(),), fill, device=base.device)
     if len(positions_N) == 0:
         return logprobs.view_as(batch.targets)
-    inputs = {"input_ids": batch.input_ids}
-    if batch.attention_mask is not None:
-        inputs["attention_mask"] = batch.attention_mask
     targets_N = batch.targets.flatten()[positions_N]
     with base.computing():
         if base.logits_rule is None:
-            logits_BTV = base.model(**inputs, use_cache=False).logits
+            logits_BTV = base.model(**_padded_inputs(batch), use_cache=False).logits
             selected_N = gather_logprobs(logits_BTV.flatten(0, 1)[positions_N], targets_N)
         else:
-            hidden_BTH = body_hidden(base.body, **inputs)
-            assert hidden_BTH is not None
-            hidden_NH = hidden_BTH.flatten(0, 1)[positions_N]
+            hidden_NH = _selected_hidden(base, batch, positions_N)
             selected_N = head_logprobs(base, hidden_NH, targets_N, replay=replay)
     return logprobs.index_put((positions_N,), selected_N).view_as(batch.targets)
+
+
+def _selected_hidden(base: BaseModel, batch: Batch, positions_N: Tensor) -> Tensor:
+    """Hidden states of the selected positions, `[N, H]`, without padding where the model can."""
+    if base.streams:
+        stream = stream_hidden(base.body, batch.input_ids[batch.real], batch.lengths)
+        return stream[batch.selected[batch.real]]
+    hidden_BTH = body_hidden(base.body, **_padded_inputs(batch))
+    assert hidden_BTH is not None
+    return hidden_BTH.flatten(0, 1)[positions_N]
+
+
+def _padded_inputs(batch: Batch) -> dict[str, Tensor]:
+    if batch.attention_mask is None:
+        return {"input_ids": batch.input_ids}
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
 
 
 def head_logprobs(
@@ -148,8 +167,11 @@ def head_logprobs(
 
     def chunk_logprobs(hidden_CH: Tensor, targets_C: Tensor) -> Tensor:
         assert base.logits_rule is not None
+        if replay is None:  # more rows would draw more dropout
+            hidden_CH = F.pad(hidden_CH, (0, 0, 0, max(0, MIN_STREAM - len(targets_C))))
+        logits_CV = base.head(hidden_CH)[: len(targets_C)]
         # The rule is applied in float32: a soft cap in bfloat16 would round the logits.
-        return gather_logprobs(base.logits_rule(base.head(hidden_CH).float()), targets_C)
+        return gather_logprobs(base.logits_rule(logits_CV.float()), targets_C)
 
     num_rows = max(1, CHUNK_LOGITS // base.vocab_size)
     chunks = []

@@ -9,7 +9,7 @@ Legend: R rank, I input features, O output features.
 import difflib
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tunebook.backends.local.stream import ROW_LENGTHS
 from tunebook.errors import ConfigError
 from tunebook.types import LoraConfig
 
@@ -38,6 +39,10 @@ class LoraLayer:
         initial_a = initial_lora_a(name, (config.rank, num_in), seed=config.seed)
         self.lora_a = nn.Parameter(initial_a.to(weight.device))
         self.lora_b = nn.Parameter(torch.zeros(num_out, config.rank, device=weight.device))
+        self.gradient_a: Tensor | None = None
+        """`[R, I]` float64, the gradient summed over the streams since it was last dropped."""
+        self.gradient_b: Tensor | None = None
+        """`[O, R]` float64"""
 
     def hook(
         self, *, lora_a: Tensor, lora_b: Tensor, generator: torch.Generator | None
@@ -55,12 +60,92 @@ class LoraLayer:
             a, b = lora_a.to(inputs.dtype), lora_b.to(inputs.dtype)
             if generator is not None:
                 inputs = dropped_out(inputs, share=self.dropout, generator=generator)
+            lengths = row_lengths(inputs)
+            if lengths is not None and torch.is_grad_enabled() and lora_a.requires_grad:
+                updated = StreamUpdate.apply(output, inputs, a, b, self, lengths)
+                assert isinstance(updated, Tensor)
+                return updated
             low_rank = F.linear(inputs, a)
             return torch.addmm(
                 output.flatten(0, -2), low_rank.flatten(0, -2), b.t(), alpha=self.scale
             ).view_as(output)
 
         return add_update
+
+    def add_gradient(self, gradient_a: Tensor, gradient_b: Tensor) -> None:
+        """Adds the gradient of one row."""
+        if self.gradient_a is None or self.gradient_b is None:
+            self.gradient_a = torch.zeros_like(self.lora_a, dtype=torch.float64)
+            self.gradient_b = torch.zeros_like(self.lora_b, dtype=torch.float64)
+        self.gradient_a += gradient_a
+        self.gradient_b += gradient_b
+
+    def collect_gradient(self) -> None:
+        """Makes the summed gradient that of the parameters."""
+        if self.gradient_a is not None and self.gradient_b is not None:
+            self.lora_a.grad = self.gradient_a.float()
+            self.lora_b.grad = self.gradient_b.float()
+
+    def drop_gradient(self) -> None:
+        """Forgets the gradient."""
+        self.gradient_a = self.gradient_b = None
+
+
+class StreamUpdate(torch.autograd.Function):
+    """`output + scale * inputs A^T B^T` over a stream, with a gradient that rows cannot disturb.
+
+    The gradient of A and B is computed row by row and summed in float64, so it is the same to the
+    last bit whichever rows shared a stream: float32 sums in another order differ in the last bits,
+    and where a gradient is near Adam's epsilon, Adam turns these into a visible difference.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        inputs: Tensor,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        layer: LoraLayer,
+        lengths: Sequence[int],
+    ) -> Tensor:
+        low_rank = F.linear(inputs.flatten(0, -2), lora_a)
+        ctx.save_for_backward(inputs, low_rank, lora_a, lora_b)
+        ctx.layer, ctx.lengths = layer, list(lengths)
+        updated = torch.addmm(output.flatten(0, -2), low_rank, lora_b.t(), alpha=layer.scale)
+        return updated.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        inputs, low_rank, lora_a, lora_b = ctx.saved_tensors
+        scaled = gradient.flatten(0, -2) * ctx.layer.scale
+        gradient_low = scaled @ lora_b
+        rows = zip(
+            inputs.flatten(0, -2).split(ctx.lengths),
+            low_rank.split(ctx.lengths),
+            scaled.split(ctx.lengths),
+            gradient_low.split(ctx.lengths),
+            strict=True,
+        )
+        for inputs_row, low_row, scaled_row, gradient_low_row in rows:
+            ctx.layer.add_gradient(gradient_low_row.t() @ inputs_row, scaled_row.t() @ low_row)
+        gradient_inputs = None
+        if ctx.needs_input_grad[1]:
+            gradient_inputs = (gradient_low @ lora_a).view_as(inputs)
+        return gradient, gradient_inputs, None, None, None, None
+
+
+def row_lengths(inputs: Tensor) -> tuple[int, ...] | None:
+    """Tokens of each row if `inputs` are a whole stream, else None.
+
+    On an accelerator a stream counts as one row: there, products of other sizes are computed
+    otherwise anyway, and many small ones are slow.
+    """
+    lengths = ROW_LENGTHS.get(None)
+    if lengths is None or sum(lengths) != inputs.numel() // inputs.shape[-1]:
+        return None
+    return lengths if inputs.device.type == "cpu" else (sum(lengths),)
 
 
 def initial_lora_a(name: str, shape: tuple[int, int], *, seed: int) -> Tensor:

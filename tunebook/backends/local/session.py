@@ -134,8 +134,8 @@ class LocalSession:
         if self._lane.closed:
             return
         self._queue.close_lane(self._lane)
+        self._weights.drop_gradients()
         for parameter in self._weights.parameters.values():
-            parameter.grad = None
             parameter.requires_grad_(False)
         self._optimizer = None
         self._on_close()
@@ -210,6 +210,7 @@ class LocalSession:
                 rows = [data[row] for row in micro_batch.rows]
                 for name, value in self._micro_step(rows, micro_batch, loss_fn, names).items():
                     totals[name] = totals.get(name, 0.0) + value
+            self._weights.collect_gradients()
         self._has_gradient = True
         return totals
 
@@ -219,7 +220,8 @@ class LocalSession:
         device, num_columns = self._base.device, micro_batch.num_columns
         batch = collate(rows, num_columns=num_columns, device=device)
         columns = collate_columns(rows, names, num_columns=num_columns, device=device)
-        logprobs_BT = target_logprobs(self._base, batch, fill=0.0, replay=self._weights.replay)
+        replay = None if self._weights.generator is None else self._weights.replay
+        logprobs_BT = target_logprobs(self._base, batch, fill=0.0, replay=replay)
         loss, metrics = loss_fn(logprobs_BT, **columns)
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -346,8 +348,7 @@ class LocalSession:
                 )
 
     def _clear_gradients(self) -> None:
-        for parameter in self._weights.parameters.values():
-            parameter.grad = None
+        self._weights.drop_gradients()
         self._has_gradient = False
 
     @contextmanager

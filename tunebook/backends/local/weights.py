@@ -49,6 +49,14 @@ class TrainedWeights(Protocol):
         """A context for a later moment that draws the dropout that would be drawn now."""
         ...
 
+    def collect_gradients(self) -> None:
+        """Makes what has been summed since the last `drop_gradients` the parameters' gradient."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients."""
+        ...
+
 
 class AdapterWeights:
     """The float32 master weights of one LoRA adapter over a frozen base."""
@@ -103,6 +111,16 @@ class AdapterWeights:
             return self._nothing_random()
         return replayed(self.generator, self.generator.get_state())
 
+    def collect_gradients(self) -> None:
+        for layer in self.layers.values():
+            layer.collect_gradient()
+
+    def drop_gradients(self) -> None:
+        for layer in self.layers.values():
+            layer.drop_gradient()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
 
 class FullWeights:
     """All parameters of the base model; tied ones once."""
@@ -135,6 +153,13 @@ class FullWeights:
     @contextmanager
     def replay(self) -> Iterator[None]:
         yield
+
+    def collect_gradients(self) -> None:
+        """Nothing to do: autograd has summed them."""
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 def snapshot(weights: TrainedWeights) -> dict[str, Tensor]:
