@@ -20,13 +20,13 @@ from tunebook.backends.base import Backend, LossFn, Session
 from tunebook.columns import check_columns
 from tunebook.compose import build, build_function
 from tunebook.config import SFTConfig
-from tunebook.data.rows import Kind
+from tunebook.data.rows import Kind, Row
 from tunebook.evaluate import NLL_METRICS, Monitor, choose_monitor, evaluate_nll
 from tunebook.opening import check_backend, open_checkpoint, open_session
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, mix, step_rows, steps
 from tunebook.planning import downgrades_for, plan_for, summarize, workload_for
 from tunebook.preparation import PreparedRows, render_side, rows_for, tokenizer_for
-from tunebook.promotion import CheckpointBook, check_steps_left, planned_stop
+from tunebook.promotion import CheckpointBook, check_can_go_on, planned_stop
 from tunebook.runs import StopReason
 from tunebook.sampling import SamplePrompt, sample_answers, sample_prompts
 from tunebook.schedule import Schedule, learning_rate_at
@@ -107,7 +107,7 @@ def prepare(config: SFTConfig) -> Task:
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
     if config.resume is not None:
-        check_steps_left(config, plan)
+        check_can_go_on(config, plan, monitor)
     return Task(
         config=config,
         rows=rows,
@@ -120,7 +120,7 @@ def prepare(config: SFTConfig) -> Task:
         schedule=make_schedule(config),
         loss_fn=loss_fn,
         prompts=sample_prompts(
-            rows.eval or rows.train,
+            kept_rows(rows, train_data, eval_data),
             tokenizer,
             count=config.samples.num_prompts,
             max_tokens=config.max_seq_len - config.samples.max_tokens,
@@ -131,6 +131,15 @@ def prepare(config: SFTConfig) -> Task:
             config, rows, plan, train_data=train_data, eval_data=eval_data, downgrades=downgrades
         ),
     )
+
+
+def kept_rows(
+    rows: PreparedRows, train_data: RenderedRows, eval_data: RenderedRows | None
+) -> list[Row]:
+    """The eval rows that can be used, or the train rows where there is no eval split."""
+    if eval_data is not None:
+        return [rows.eval[row] for row in eval_data.report.kept_rows]
+    return [rows.train[row] for row in train_data.report.kept_rows]
 
 
 def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:

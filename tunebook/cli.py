@@ -92,6 +92,41 @@ def _inspect(
     raise typer.Exit(inspect_main(list(context.args), html=html, limit=limit))
 
 
+@app.command("merge")
+def _merge(
+    run: OneRun,
+    directory: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    root: Root = Path("runs"),
+) -> None:
+    """Write the base model of a run with its adapter added, as one model."""
+    from tunebook.backends.local.export import merge_adapter
+    from tunebook.runs.listing import find_run
+
+    found = find_run(root, run)
+    if not (found.model_dir / "adapter_config.json").is_file():
+        raise ConfigError(f"{found.model_dir}: holds no adapter, so there is nothing to merge")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory}: is there already and not empty; name another folder")
+    model = found.read_config()["model"]
+    report = merge_adapter(
+        model["name"],
+        found.model_dir,
+        directory,
+        dtype=dtype,
+        revision=model["revision"],
+        trust_remote_code=model["trust_remote_code"],
+        allow_pickle=model["allow_pickle"],
+    )
+    print(
+        f"{report.path}: {report.num_layers} layers merged in float32 and written in "
+        f"{report.dtype}; logits on a probe differ by at most {report.max_logit_difference:.2g} "
+        "from base plus adapter."
+    )
+    if report.untied_head:
+        print("The output head was adapted, so it is no longer tied to the input embedding.")
+
+
 @runs_app.command("list")
 def _list(root: Root = Path("runs"), as_json: AsJson = False) -> None:
     """List the runs of a folder."""

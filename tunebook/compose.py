@@ -221,13 +221,16 @@ def hydra_main(
 
     # Composition errors come to us instead of being printed with advice on Hydra's internals.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = [sys.argv[0], *open_free_sections(sys.argv[1:] if argv is None else argv)]
+    own_argv = sys.argv
+    sys.argv = [own_argv[0], *open_free_sections(own_argv[1:] if argv is None else argv)]
     try:
         hydra.main(config_path="pkg://configs", config_name=recipe, version_base="1.3")(task)()
     except Exception as error:
         if _is_composition_error(error):
             raise explain_composition_error(error, recipe) from error
         raise
+    finally:
+        sys.argv = own_argv
     if failures:
         raise failures[0]
     return max(codes, default=0)

@@ -122,7 +122,7 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 resolve_model(name),
                 revision=revision,
@@ -136,7 +136,7 @@ def load_causal_lm(
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Keeps transformers from drawing bars over our own display."""
     from transformers.utils import logging
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tunebook.render import RenderedRows
 
 HISTOGRAM_BUCKETS = 10
+CURVE_POINTS = 500
+"""Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
     "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
     "backend",
@@ -80,7 +82,11 @@ def summarize(
 ) -> dict[str, Any]:
     """What `plan.json` holds; `hash` covers everything that decides what is trained on what."""
     schedule = make_schedule(config)
-    steps = range(1, plan.planned_steps + 1)
+    stride = -(-plan.planned_steps // CURVE_POINTS)
+    peak_at = min(
+        max(warmup_steps(plan.planned_steps, warmup=schedule.warmup), 1), plan.planned_steps
+    )
+    steps = sorted({*range(1, plan.planned_steps, stride), peak_at, plan.planned_steps})
     content = {
         "config": _hashed_config(config),
         "train": [row.content_hash for row in rows.train],

@@ -21,7 +21,7 @@ from tunebook.runs import (
     newest_checkpoint,
 )
 from tunebook.stopping import Evaluation as MonitorValue
-from tunebook.stopping import best_evaluation
+from tunebook.stopping import best_evaluation, should_stop
 from tunebook.types import CheckpointRef, Metrics
 
 
@@ -132,19 +132,36 @@ class CheckpointBook:
         )
 
 
-def check_steps_left(config: RecipeConfig, plan: Plan) -> None:
-    """Returns if the run that `config` resumes has steps left to make.
+def check_can_go_on(config: RecipeConfig, plan: Plan, monitor: Monitor) -> None:
+    """Returns if the run that `config` resumes has something left to do.
 
     Raises:
-        ConfigError: it has made them all.
+        ConfigError: it has made all its steps, or its evaluations call for an early stop already.
     """
     assert config.resume is not None
-    newest = newest_checkpoint(RunDir.open(config.resume).checkpoints())
+    run = RunDir.open(config.resume)
+    newest = newest_checkpoint(run.checkpoints())
     done = newest.step if newest else 0
     if done >= plan.planned_steps:
         raise ConfigError(
             f"resume={config.resume}: all {plan.planned_steps} planned steps are made, so there is "
             "nothing to train. Raise plan.epochs (or plan.max_steps) to train further"
+        )
+    history = [
+        MonitorValue(step=step, value=value)
+        for step, value in run.history(monitor.metric)
+        if step <= done
+    ]
+    if history and should_stop(
+        history,
+        patience=config.early_stopping.patience,
+        min_delta=config.early_stopping.min_delta,
+        lower_is_better=monitor.lower_is_better,
+    ):
+        raise ConfigError(
+            f"resume={config.resume}: {monitor.metric} has not improved over the last "
+            f"{config.early_stopping.patience} evaluations, so the run would stop at once. Raise "
+            "early_stopping.patience, or turn it off with early_stopping.patience=null"
         )
 
 

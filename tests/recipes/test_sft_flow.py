@@ -193,6 +193,19 @@ def test_early_stopping(configure):
     assert run.record.evaluation.best_step == 2
 
 
+def test_a_run_that_stopped_early_is_not_resumed_by_mistake(configure):
+    backend = FakeBackend(nll=[1.0, 1.1, 1.2, 0.9, 0.8, 0.7])
+    _, run, reports = run_all(
+        configure(15, plan__checkpoint_every=1, early_stopping__patience=2), backend
+    )
+    assert len(reports) == 3
+    with pytest.raises(ConfigError, match=r"would stop at once.*early_stopping\.patience"):
+        resume(run, backend)
+    _, run, reports = resume(run, backend, early_stopping__patience=None)
+    assert [report.step for report in reports] == [4, 5, 6]
+    assert run.record.evaluation.best_step == 6
+
+
 def test_early_stopping_remembers_over_a_resume(configure):
     """Case 42: 1.0, 1.1, 1.2, [resume], 1.3 with patience 3 stops right after 1.3."""
     backend = FakeBackend(nll=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5])

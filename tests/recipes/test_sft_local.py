@@ -326,3 +326,30 @@ def test_a_bad_file_exits_2_before_anything_is_made(tmp_path):
     assert process.returncode == 2
     assert "nowhere.jsonl" in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_merge_writes_one_model_and_overwrites_nothing(unbroken, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "tunebook.cli",
+        "merge",
+        str(unbroken.path),
+        str(tmp_path / "merged"),
+    ]
+    done = subprocess.run(
+        [*command, "--dtype", "float32"], text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "28 layers merged" in done.stdout
+    adapter = adapter_at(unbroken, 6)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    base = load_file("tunebook/assets/tiny_model/model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    update = 2.0 * adapter[f"{name}.lora_B"] @ adapter[f"{name}.lora_A"]
+    torch.testing.assert_close(
+        merged[f"{name}.weight"], base[f"{name}.weight"].float() + update, rtol=0, atol=1e-6
+    )
+    again = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert again.returncode == 2
+    assert "not empty" in again.stderr

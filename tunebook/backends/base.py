@@ -95,7 +95,7 @@ class Session(Protocol):
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: LossFn, *, rows_per_unit: int = 1
     ) -> Future[Metrics]:
-        """Adds the gradient of `loss_fn` over `data`; returns `loss` and the loss's metrics, summed.
+        """Adds the gradient of `loss_fn` over `data`; returns `loss` and its metrics, summed.
 
         Args:
             data: rows of this step, or a part of them.
@@ -121,7 +121,7 @@ class Session(Protocol):
         ...
 
     def export(self, ref: CheckpointRef, directory: Path) -> Path:
-        """Writes the weights of a checkpoint as a PEFT adapter, or a full HF model, and returns where.
+        """Writes the weights of a checkpoint as a PEFT adapter or full HF model; returns where.
 
         The folder also holds the tokenizer, so that it loads by itself.
         """

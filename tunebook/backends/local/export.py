@@ -21,7 +21,7 @@ from tunebook.backends.local.peft_format import (
 )
 from tunebook.backends.local.weights import LORA_A, LORA_B, AdapterWeights
 from tunebook.errors import ConfigError, NonFiniteError
-from tunebook.models import load_tokenizer
+from tunebook.models import load_tokenizer, no_progress_bars
 from tunebook.types import LoraConfig
 
 PROBE_TOKENS = 32
@@ -87,7 +87,8 @@ def save_model(
     model: PreTrainedModel, folder: Path, *, state: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
     """Writes `state` as the weights of `model`, with a config that names their dtype."""
-    model.save_pretrained(folder, state_dict=dict(state))
+    with no_progress_bars():
+        model.save_pretrained(folder, state_dict=dict(state))
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(folder)

@@ -3,7 +3,7 @@
 Nothing is computed for padding, and what is computed for a row does not depend on the rows beside
 it: attention runs row by row, and the matrix products of a stream give each of its tokens the same
 bits however many others there are (on a CPU, from a handful of tokens on).
-Legend: B rows, T tokens of the longest row, N tokens of the stream, H hidden size, A heads, D head size.
+Legend: B rows, T tokens of a row, N tokens of the stream, H hidden size, A heads, D head size.
 """
 
 from collections.abc import Iterator, Sequence
