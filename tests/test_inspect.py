@@ -157,7 +157,7 @@ def test_terminal_and_page_show_tokens_weights_and_verdict(render, tmp_path):
     rows = [t.make_row(messages), t.make_row(t.chat("Hi", "Hello")), t.make_row(t.chat("z", "zz"))]
     code, text, page = show(rows, tokenizer, render, tmp_path)
     assert code == 0
-    assert '«a␤\n"b"<|im_end|>»' in text and "[red]Hi" in text
+    assert '«a↵\n"b"<|im_end|>»' in text and "[red]Hi" in text
     assert "half(0.5)" in text.replace("h(0.5)alf", "half") or "(0.5)<|im_end|>(0.5)" in text
     assert "Lints over 3 of 3 rows: no findings" in text
     assert "zz" not in text  # limit=2
@@ -181,7 +181,7 @@ def test_findings_fail_the_command(render, tmp_path):
 
 
 def test_white_space_is_visible():
-    assert visible("a b\tc\r\n") == "a·b⇥c␍␤\n"
+    assert visible("a b\tc\r\n") == "a·b⇥c␍↵\n"
 
 
 def test_colours_where_there_are_some(render, tmp_path):

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from recipes import sft
+from tests.running import train_all
 from tunebook.compose import compose
-from tunebook.launch import start_run
 from tunebook.opening import build_backend
 from tunebook.render import render_prompt
 from tunebook.render.lints import lint_rows
@@ -43,20 +43,9 @@ def configured(tmp_path, smollm2, /, **overrides):
     return compose("sft", values)
 
 
-def run_all(config, *, stop_after=None):
-    task = sft.prepare(config)
-    run = start_run("sft", task)
-    with build_backend(config) as backend:
-        steps = sft.train(task, backend, run)
-        for report in steps:
-            if report.step == stop_after:
-                steps.close()
-    return task, RunDir.open(run.path)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, smollm2):
-    return run_all(configured(tmp_path_factory.mktemp("real"), smollm2))
+    return train_all(configured(tmp_path_factory.mktemp("real"), smollm2))
 
 
 def test_the_rows_are_rendered_right(trained):
@@ -125,7 +114,7 @@ def test_micro_batches_change_nothing(tmp_path, smollm2):
             tmp_path, smollm2, backend__micro_batch_tokens=micro_batch_tokens, plan__max_steps=2,
             samples__num_prompts=0,
         )  # fmt: skip
-        _, run = run_all(config)
+        _, run = train_all(config)
         adapters.append(load_file(run.checkpoints()[-1].ref.path / "adapter.safetensors"))
     for name, value in adapters[0].items():
         torch.testing.assert_close(value, adapters[1][name], rtol=0, atol=1e-6)
@@ -133,9 +122,9 @@ def test_micro_batches_change_nothing(tmp_path, smollm2):
 
 def test_stop_and_resume_is_bit_identical(tmp_path, smollm2):
     short = {"plan__max_steps": 4, "plan__checkpoint_every": 2, "samples__num_prompts": 0}
-    _, whole = run_all(configured(tmp_path / "whole", smollm2, **short))
-    _, stopped = run_all(configured(tmp_path, smollm2, **short), stop_after=2)
-    _, resumed = run_all(compose("sft", {"resume": str(stopped.path)}))
+    _, whole = train_all(configured(tmp_path / "whole", smollm2, **short))
+    _, stopped = train_all(configured(tmp_path, smollm2, **short), stop_after=2)
+    _, resumed = train_all(compose("sft", {"resume": str(stopped.path)}))
     ours = load_file(resumed.checkpoints()[-1].ref.path / "adapter.safetensors")
     theirs = load_file(whole.checkpoints()[-1].ref.path / "adapter.safetensors")
     for name, value in theirs.items():

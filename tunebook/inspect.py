@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LINTED_ROWS = 2000
 SHOWN_FINDINGS = 20
-VISIBLE = str.maketrans({"\n": "␤\n", " ": "·", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"})
+VISIBLE = str.maketrans({"\n": "↵\n", " ": "·", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"})
 INCOMPLETE = "\ufffd"
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 LONGEST_CHARACTER = 4

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes import sft
+from tests.running import train_all
 from tunebook.compose import compose
 from tunebook.errors import (
     DataError,
@@ -20,7 +21,6 @@ from tunebook.errors import (
     NoTextError,
     NothingSupervisedError,
 )
-from tunebook.launch import start_run
 from tunebook.opening import build_backend
 from tunebook.runs import RunDir, RunState
 
@@ -43,14 +43,8 @@ def configured(tmp_path, /, **overrides):
 
 
 def run_all(config, *, stop_after=None):
-    task = sft.prepare(config)
-    run = start_run("sft", task)
-    with build_backend(config) as backend:
-        steps = sft.train(task, backend, run)
-        for report in steps:
-            if report.step == stop_after:
-                steps.close()
-    return RunDir.open(run.path)
+    _, run = train_all(config, stop_after=stop_after)
+    return run
 
 
 def adapter_at(run, step):
@@ -353,3 +347,19 @@ def test_merge_writes_one_model_and_overwrites_nothing(unbroken, tmp_path):
     again = subprocess.run(command, text=True, capture_output=True, check=False)
     assert again.returncode == 2
     assert "not empty" in again.stderr
+
+
+def test_multirun_makes_one_run_for_each_value(tmp_path):
+    """Case 92: relative paths mean the launch directory, in several runs as in one."""
+    rows = [turns(f"Say {n}.", str(n)) for n in range(12)]
+    rows_file(tmp_path, rows)
+    process = start(
+        "--multirun", "optimizer.learning_rate=1e-4,2e-4", "data.path=rows.jsonl", "eval.fraction=0",
+        "plan.batch_size=8", "samples.num_prompts=0", cwd=tmp_path,
+    )  # fmt: skip
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    runs = [RunDir.open(path) for path in sorted((tmp_path / "runs" / "sft").iterdir())]
+    assert [run.read_config()["optimizer"]["learning_rate"] for run in runs] == [1e-4, 2e-4]
+    assert all(run.read_config()["data"]["path"] == str(tmp_path / "rows.jsonl") for run in runs)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rows.jsonl", "runs"]

@@ -1,0 +1,18 @@
+"""Runs the SFT recipe in this process, as a notebook would."""
+
+from recipes import sft
+from tunebook.launch import start_run
+from tunebook.opening import build_backend
+from tunebook.runs import RunDir
+
+
+def train_all(config, *, stop_after=None):
+    """The task and the run of a config, trained on its backend; closed after a step if asked."""
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    with build_backend(config) as backend:
+        steps = sft.train(task, backend, run)
+        for report in steps:
+            if report.step == stop_after:
+                steps.close()
+    return task, RunDir.open(run.path)
