@@ -2,6 +2,7 @@
 
 import gc
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from loss_fns.cross_entropy import cross_entropy
 from tests.backends.test_local_training import parameters_of
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tunebook.backends.local import LocalBackend
+from tunebook.backends.local.execution import padded_tokens
 from tunebook.backends.local.probe import Measurement, extrapolate
 from tunebook.errors import BackendError, ConfigError
 from tunebook.types import Workload
@@ -232,8 +234,9 @@ def test_an_estimate_measures_and_leaves_nothing(open_backend, tmp_path, lora) -
 def test_extrapolation_is_proportional_to_computed_tokens() -> None:
     """Sample: 2 rows of 11 tokens are 2 x 10 computed, 2 s a step, 0.5 s forward.
 
-    Plan: rows of 21 and 11, batch 2, 1,000-token micro-batches: 2 x 20 = 40 a step, 5 steps 200.
-    Evaluation: 3 times one row of 11: 30. (200 x 2 + 30 x 0.5) / 20 = 20.75 s.
+    Plan: rows of 21 and 11, batch 2, 5 steps. With padding 2 x 20 = 40 a step, 200 in all, without
+    20 + 10 = 30 a step, 150 in all. Evaluation: 3 times one row of 11: 30.
+    (200 x 2 + 30 x 0.5) / 20 = 20.75 s, and (150 x 2 + 30 x 0.5) / 20 = 15.75 s.
     """
     workload = Workload(
         lengths=[21, 11],
@@ -246,8 +249,11 @@ def test_extrapolation_is_proportional_to_computed_tokens() -> None:
         sample=make_data((7, 7)),
     )
     measured = Measurement(step_s=2.0, forward_s=0.5, peak_memory_bytes=123)
-    estimate = extrapolate(workload, measured, micro_batch_tokens=1000, device="cpu")
+    padded = partial(padded_tokens, rows_per_unit=1, max_tokens=1000)
+    estimate = extrapolate(workload, measured, computed_tokens=padded, device="cpu")
     assert estimate.seconds == pytest.approx(20.75)
+    estimate = extrapolate(workload, measured, computed_tokens=sum, device="cpu")
+    assert estimate.seconds == pytest.approx(15.75)
     assert estimate.train_tokens == 160 and estimate.peak_memory_bytes == 123
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +19,7 @@ from tunebook.backends.local.base_model import (
     resolve_device,
     resolve_dtype,
 )
+from tunebook.backends.local.execution import padded_tokens
 from tunebook.backends.local.export import is_full_model
 from tunebook.backends.local.fit import check_adapter_fits
 from tunebook.backends.local.peft_format import (
@@ -166,12 +168,14 @@ class LocalBackend:
             session = self.open_session(PROBE_SESSION, workload.lora, directory=Path(folder))
             try:
                 measured = probe.measure(session, workload.sample, self._device)
+                streams = self._load_base(full=workload.lora is None).streams
             finally:
                 session.close()
+        padded = partial(padded_tokens, rows_per_unit=1, max_tokens=self._micro_batch_tokens)
         return probe.extrapolate(
             workload,
             measured,
-            micro_batch_tokens=self._micro_batch_tokens,
+            computed_tokens=sum if streams else padded,
             device=f"{self._device} in {str(self._dtype).removeprefix('torch.')}",
         )
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tunebook.backends.base import Session
-from tunebook.backends.local.execution import padded_tokens
 from tunebook.types import AdamParams, Datum, Estimate, Workload
 
 # Measured again while it costs no more than this, for a figure without first-call costs.
@@ -48,16 +47,23 @@ def measure(session: Session, sample: Sequence[Datum], device: torch.device) -> 
 
 
 def extrapolate(
-    workload: Workload, measured: Measurement, *, micro_batch_tokens: int, device: str
+    workload: Workload,
+    measured: Measurement,
+    *,
+    computed_tokens: Callable[[Sequence[int]], int],
+    device: str,
 ) -> Estimate:
-    """The whole run at the measured cost per computed token, padding included."""
+    """The whole run at the measured cost per computed token.
+
+    Args:
+        workload: the run.
+        measured: on its sample.
+        computed_tokens: how many tokens rows of given lengths cost.
+        device: in words.
+    """
 
     def computed(lengths: Sequence[int]) -> int:
-        return padded_tokens(
-            [max(1, length - 1) for length in lengths],
-            rows_per_unit=1,
-            max_tokens=micro_batch_tokens,
-        )
+        return computed_tokens([max(1, length - 1) for length in lengths])
 
     sample_tokens = computed([len(datum.tokens) for datum in workload.sample])
     # Rows meet in other steps in every epoch; batches in file order stand for them.
@@ -66,9 +72,10 @@ def extrapolate(
         for first in range(0, len(workload.lengths), workload.batch_size)
     ]
     epochs = workload.planned_steps / len(batches)
-    train_padded = epochs * sum(computed(batch) for batch in batches)
-    eval_padded = workload.num_evaluations * computed(workload.eval_lengths)
-    seconds = (train_padded * measured.step_s + eval_padded * measured.forward_s) / sample_tokens
+    train_computed = epochs * sum(computed(batch) for batch in batches)
+    eval_computed = workload.num_evaluations * computed(workload.eval_lengths)
+    training_s = train_computed * measured.step_s / sample_tokens
+    seconds = training_s + eval_computed * measured.forward_s / sample_tokens
     return Estimate(
         seconds=seconds,
         train_tokens=train_tokens(workload),
@@ -76,9 +83,9 @@ def extrapolate(
         price=None,
         basis=(
             f"measured on {device}: one step of {len(workload.sample)} rows took "
-            f"{measured.step_s:.2f} s for {sample_tokens} tokens (padding included), its "
-            f"evaluation {measured.forward_s:.2f} s; scaled to the {round(train_padded)} training "
-            f"and {round(eval_padded)} evaluation tokens of the plan"
+            f"{measured.step_s:.2f} s for {sample_tokens} computed tokens, its evaluation "
+            f"{measured.forward_s:.2f} s; scaled to the {round(train_computed)} training and "
+            f"{round(eval_computed)} evaluation tokens of the plan"
             + ("" if measured.peak_memory_bytes is None else "; memory is the peak of that step")
         ),
     )
