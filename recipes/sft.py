@@ -24,13 +24,20 @@ from tunebook.data.rows import Kind, Row
 from tunebook.evaluate import NLL_METRICS, Monitor, choose_monitor, evaluate_nll
 from tunebook.opening import check_backend, open_checkpoint, open_session
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, mix, step_rows, steps
-from tunebook.planning import downgrades_for, plan_for, summarize, workload_for
+from tunebook.planning import (
+    check_resumed,
+    downgrades_for,
+    plan_for,
+    summarize,
+    workload_for,
+)
 from tunebook.preparation import PreparedRows, render_side, rows_for, tokenizer_for
 from tunebook.promotion import CheckpointBook, check_can_go_on, planned_stop
 from tunebook.runs import StopReason
 from tunebook.sampling import SamplePrompt, sample_answers, sample_prompts
 from tunebook.schedule import Schedule, learning_rate_at
 from tunebook.settings import make_normalizer, make_schedule, optimizer_params
+from tunebook.split import Side
 from tunebook.stopping import should_stop
 from tunebook.tracking import Tracker, tracking
 from tunebook.types import Datum, Metrics, StepReport, Workload
@@ -98,14 +105,25 @@ def prepare(config: SFTConfig) -> Task:
 
     rows = rows_for(config, kind=Kind.conversation)
     tokenizer = tokenizer_for(config)
-    train_data = render_side(rows.train, tokenizer, config, what="train")
+    train_data = render_side(rows.train, tokenizer, config, side=Side.train)
     assert train_data is not None, "prepare_rows leaves at least one train row"
-    eval_data = render_side(rows.eval, tokenizer, config, what="eval")
+    eval_data = render_side(rows.eval, tokenizer, config, side=Side.eval)
 
     downgrades = downgrades_for(config, has_eval=eval_data is not None)
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
+    summary = summarize(
+        "sft",
+        config,
+        rows,
+        plan,
+        train_data=train_data,
+        eval_data=eval_data,
+        monitor=monitor if eval_data else None,
+        downgrades=downgrades,
+    )
+    summary["warnings"] += check_resumed(config, summary)
     if config.resume is not None:
         check_can_go_on(config, plan, monitor)
     return Task(
@@ -127,9 +145,7 @@ def prepare(config: SFTConfig) -> Task:
         ),
         tracker=tracker,
         downgrades=downgrades,
-        summary=summarize(
-            config, rows, plan, train_data=train_data, eval_data=eval_data, downgrades=downgrades
-        ),
+        summary=summary,
     )
 
 
@@ -160,7 +176,12 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
         with closing(open_session(config, backend, run, book.newest)) as session:
             if done == 0:
                 sample(task, session, run, step)
-            for step, rows in steps(plan, task.sources, seed=config.seed, done=done):
+            if stops_early(task, book):  # what was interrupted is only the promotion
+                stop_reason = StopReason.EARLY_STOPPING
+                remaining = iter(())
+            else:
+                remaining = steps(plan, task.sources, seed=config.seed, done=done)
+            for step, rows in remaining:
                 metrics = one_step(task, session, step, rows)
                 evaluation = evaluate(task, session) if step in saves_at else None
                 logged = metrics | (evaluation or {})
@@ -179,7 +200,8 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                 try:
                     yield report
                 except GeneratorExit:  # somebody closed us; what follows cleans up
-                    stop_reason = StopReason.CANCELLED
+                    if step < plan.planned_steps:
+                        stop_reason = StopReason.CANCELLED
                     break
                 if evaluation is not None and stops_early(task, book):
                     stop_reason = StopReason.EARLY_STOPPING
@@ -232,8 +254,7 @@ def evaluate(task: Task, session: Session) -> Metrics | None:
 
 def stops_early(task: Task, book: CheckpointBook) -> bool:
     """Whether the recorded evaluations call for an early stop."""
-    assert task.monitor is not None
-    return should_stop(
+    return task.monitor is not None and should_stop(
         book.history,
         patience=task.config.early_stopping.patience,
         min_delta=task.config.early_stopping.min_delta,

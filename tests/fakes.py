@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tunebook.backends.base import Capabilities
+from tunebook.errors import CheckpointError, ConfigError
 from tunebook.types import CheckpointRef, Estimate
 
 
@@ -30,10 +31,13 @@ class FakeBackend:
     nll: float | list[float] = 1.0
     """A list gives one value per evaluation, told apart by the number of steps made."""
     fail_at_step: int | None = None
+    fail_export: bool = False
     calls: list[str] = field(default_factory=list)
     lineage: list[list[int]] = field(default_factory=list)
     """Batches, each as the sorted tokens of its rows, that are in the weights trained last."""
     with_optimizer: list[bool] = field(default_factory=list)
+    checks: list[tuple] = field(default_factory=list)
+    """The adapter and the start of every `check`."""
     closed: bool = False
 
     @property
@@ -51,6 +55,14 @@ class FakeBackend:
         return Estimate(
             seconds=None, train_tokens=0, peak_memory_bytes=None, price=None, basis="a fake"
         )
+
+    def check(self, lora, start):
+        """The only adapter that it refuses is one of rank 0, and it begins from what is there."""
+        self.checks.append((lora, start))
+        if lora is not None and lora.rank < 1:
+            raise ConfigError(f"lora.rank={lora.rank}: must be at least 1")
+        if start is not None and not (Path(start.location) / "batches.json").is_file():
+            raise CheckpointError(f"{start.location}: there is no such checkpoint")
 
     def open_session(self, name, lora, *, directory, restore=None, with_optimizer=True):
         self.calls.append("open")
@@ -98,7 +110,7 @@ class FakeSession:
         return Done({"grad_norm": 1.0})
 
     def save(self, name):
-        self.backend.calls.append("save")
+        self.backend.calls.append(f"save {name}")
         folder = self.directory / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "batches.json").write_text(json.dumps(self.batches))
@@ -106,6 +118,8 @@ class FakeSession:
 
     def export(self, ref, directory):
         self.backend.calls.append("export")
+        if self.backend.fail_export:
+            raise OSError("disk full")
         directory.mkdir(exist_ok=True)
         (directory / "exported").write_text(ref.name)
         return directory

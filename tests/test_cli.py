@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -156,6 +157,12 @@ def test_inspect_is_the_recipes_own(recipes: Path, tmp_path: Path) -> None:
     assert "no recipe 'nope'; known recipes: other, sft" in done.stderr.replace("\n", " ")
 
 
+def test_the_help_of_inspect_says_what_it_takes_and_returns() -> None:
+    text = " ".join(call("inspect", "--help").stdout.split())
+    for part in ("[KEY=VALUE]...", "train side of the split", "Exit code 1 = errors found"):
+        assert part in text, part
+
+
 def test_an_unknown_command_is_one_clear_line() -> None:
     done = call("sfft")
     assert done.returncode == 2
@@ -191,6 +198,40 @@ def test_runs_list(root: Path) -> None:
     assert listed[0]["outcome"]["stop_reason"] == "completed"
     assert listed[0]["evaluation"]["last"] == "NaN"
     assert Path(listed[0]["path"]).is_dir()
+
+
+def test_a_pipe_gets_whole_lines_at_any_width(root: Path) -> None:
+    for arguments in (["list"], ["compare", "1", "2"]):
+        narrow, wide = (
+            call("runs", *arguments, cwd=root.parent, COLUMNS=columns).stdout
+            for columns in ("30", "1000")
+        )
+        assert narrow == wide != ""
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_names(root: Path) -> None:
+    names = [f"sft/{path.name}" for path in root.glob("sft/*")]
+    seen = []
+    for columns in ("200", "100", "80", "20"):
+        text = call("runs", "list", cwd=root.parent, COLUMNS=columns, FORCE_COLOR="1").stdout
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+        assert all(any(name in line for line in lines) for name in names)
+        assert columns == "20" or max(map(len, lines)) <= int(columns)
+        seen.append(next(line.split() for line in lines if "number" in line))
+    assert seen[0] == ["number", "id", "run", "state", "steps", "best", "model"]
+    assert {"number", "run", "state"} <= set(seen[2])
+    assert seen[3] == ["number", "run"]
+
+
+def test_a_narrow_terminal_compares_line_by_line(tmp_path: Path) -> None:
+    paths = [f"/data/{'long-name-' * 12}{number}.jsonl" for number in (1, 2)]
+    for path in paths:
+        RunDir.create(tmp_path, "sft", None).write_config({"data": {"path": path}})
+    text = call(
+        "runs", "compare", "1", "2", "--root", str(tmp_path), COLUMNS="80", FORCE_COLOR="1"
+    ).stdout
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    assert lines[:4] == ["config", "data.path", f"  #1  {paths[0]}", f"  #2  {paths[1]}"]
 
 
 def test_runs_show(root: Path) -> None:
@@ -273,6 +314,13 @@ def test_runs_data_pages_through_the_snapshot(root: Path) -> None:
     )
     assert [row["index"] for row in page["rows"]] == [1]
     assert page["total"] is None
+    for search, limit, words in (
+        ("plain", "25", "1 train row matches 'plain'."),
+        ("answer", "1", "The first 1 train rows that match 'answer'.\nMore with --offset 1"),
+        ("nothing", "25", "No train row matches 'nothing'."),
+    ):
+        found = call("runs", "data", "1", "--root", str(root), "--search", search, "--limit", limit)
+        assert found.stdout.rstrip().endswith(words)
     first = call("runs", "data", "1", "--root", str(root), "--limit", "1").stdout
     assert "More with --offset 1" in first and "NEEDLE" not in first
     held_out = call("runs", "data", "1", "--root", str(root), "--split", "eval").stdout

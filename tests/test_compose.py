@@ -15,10 +15,10 @@ from tunebook.compose import (
     build_function,
     compose,
     from_yaml,
-    recipe_keys,
     resumed_config,
     to_yaml,
 )
+from tunebook.composition_errors import recipe_keys
 from tunebook.config import Mask, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.key_suggestions import nearest_key
@@ -165,7 +165,10 @@ def test_help_lists_every_key_with_its_meaning():
         ("early_stopping.patience=0", ["early_stopping.patience=0"]),
         ("normalization.kind=fixed_horizon", ["normalization.horizon"]),
         ("normalization.horizon=5", ["normalization.horizon=5", "fixed_horizon"]),
-        ("model=nosuch", ["model/nosuch", "smollm2_135m"]),
+        ("model=nosuch", ["model=nosuch", "smollm2_135m"]),
+        ("model=qwen", ["model=qwen", "Did you mean model=qwen3_0_6b?"]),
+        ("name=a=b", ["could not be read", "name='a=b'"]),
+        ("~lora", ["lora has no value", "lora=null"]),
         ("name=a,b", ["name=a,b", "[value1,value2]", "--multirun"]),
     ],
 )
@@ -229,6 +232,42 @@ def test_column_names_and_loss_arguments_are_free(overrides):
     assert compose("sft", ["data.eval.columns.prompt=q"]).data.eval.columns == {"prompt": "q"}
 
 
+@pytest.mark.parametrize("text", ["Pay ${amount} now", "${oc.env:HOME}", "a\\\\${b}", "$ {x} ${"])
+def test_a_dollar_and_a_brace_are_text(text):
+    """Kind of case 91: what is passed as a value is never an interpolation, also after a resume."""
+    config = compose("sft", {"data.system_prompt": text, "name": text})
+    assert (config.data.system_prompt, config.name) == (text, text)
+    assert from_yaml(to_yaml(config), "sft") == config
+
+
+def test_sections_may_be_nested_mappings():
+    config = compose(
+        "sft", {"optimizer": {"learning_rate": 1.0, "beta1": 0.5}, "data": {"limit": 3}}
+    )
+    assert (config.optimizer.learning_rate, config.optimizer.beta1, config.data.limit) == (
+        1.0,
+        0.5,
+        3,
+    )
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rte.*optimizer\.learning_rate"):
+        compose("sft", {"optimizer": {"learning_rte": 1}})
+
+
+def test_a_tracker_of_ones_own():
+    for overrides in (
+        ["tracker._target_=my.Tracker", "tracker.size=3"],
+        {"tracker": {"_target_": "my.Tracker", "size": 3}},
+    ):
+        assert compose("sft", overrides).tracker == {"_target_": "my.Tracker", "size": 3}
+
+
+def test_a_sweep_needs_multirun(tmp_path):
+    done = run_recipe("sweep=learning_rate", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--multirun" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_full_weights():
     config = compose("sft", ["lora=null", "optimizer.kind=muon"])
     assert config.lora is None
@@ -267,7 +306,14 @@ def test_resume_takes_the_runs_own_config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override", ["seed=1", "optimizer.learning_rate=1", "data.path=x.jsonl", "model=tiny"]
+    "override",
+    [
+        "seed=1",
+        "optimizer.learning_rate=1",
+        "data.path=x.jsonl",
+        "model=tiny",
+        "backend.dtype=bfloat16",
+    ],
 )
 def test_resume_refuses_what_decided_the_past(tmp_path, override):
     (tmp_path / "config.yaml").write_text(to_yaml(compose("sft")))

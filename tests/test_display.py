@@ -1,15 +1,26 @@
 """Progress, and errors for people."""
 
+import fcntl
 import io
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tunebook.display import duration_text, make_console, progress_display, report_error
+from tunebook.display import (
+    duration_text,
+    make_console,
+    progress_display,
+    report_error,
+    tunebook_command,
+)
 from tunebook.errors import ConfigError, DataError, NonFiniteError
 
 RUN = """
@@ -50,7 +61,9 @@ def test_without_a_terminal_200_steps_print_few_plain_lines(every: int) -> None:
     assert any(line.startswith("step 200/200  loss 0.0050") for line in lines)
     (tenth,) = (line for line in lines if line.startswith("step 10/200  loss 0.1000"))
     assert tenth.endswith("200 tokens/s  1 min 35 s left")
-    shown = {int(step) for step in re.findall(r"@ (\d+)", text)}
+    shown = {int(step) for step in re.findall(r"step (\d+)/200  eval/loss", text)}
+    shown |= {int(step) for step in re.findall(r"eval/loss [\d.]+ @ (\d+)", text)}
+    assert not re.search(r"step (\d+)/200  eval/loss [\d.]+ @ ", text)
     assert 200 in shown
     assert len(shown) >= {100: 2, 10: 20, 1: 34}[every]
     assert "done █ [x]" in lines
@@ -73,6 +86,95 @@ def test_a_terminal_gets_one_bar() -> None:
     assert "12/50" in text and "loss 0.1250" in text and "eval/loss 0.5000 @ 11" in text
     assert "1,000 tokens/s" in text and "3.8 s left" in text
     assert "a [note]" in text
+
+
+LIVE = """
+from tunebook.display import progress_display
+with progress_display(76, done=0) as progress:
+    for step in range(1, 77):
+        progress.step(step, loss=0.0527, tokens=12345, seconds=3.1)
+        progress.evaluation(step, {"eval/loss": 0.0527, "eval/perplexity": 1.05, "eval/num_x": 3})
+"""
+
+
+def in_a_terminal(script: str, columns: int) -> list[str]:
+    """The lines that a process writes to a pseudo-terminal, without control sequences."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        environ.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=slave, stdout=slave, stderr=slave, env=environ
+    )
+    os.close(slave)
+    written = b""
+    try:
+        while data := os.read(master, 65536):
+            written += data
+    except OSError:  # Linux says so when the other end is closed
+        pass
+    os.close(master)
+    assert process.wait(timeout=60) == 0, written.decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("columns", "parts"),
+    [
+        (120, ["76/76", "loss 0.0527", "eval/loss 0.0527 @ 76", "3,982 tokens/s"]),
+        (80, ["76/76", "loss 0.0527", "eval/loss 0.0527 @ 76"]),
+        (50, ["76/76", "loss 0.0527"]),
+        (20, []),
+    ],
+)
+def test_the_bar_takes_one_line_of_any_terminal(columns: int, parts: list[str]) -> None:
+    lines = in_a_terminal(LIVE, columns)
+    assert max(map(len, lines)) <= columns
+    assert all(line.startswith("s") for line in lines)
+    assert [part for part in parts if part not in lines[-1]] == []
+    assert "perplexity" not in "".join(lines)
+
+
+def test_an_error_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "many words " * 40 + "end\n  second line"
+    report_error(ConfigError(message))
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_an_error_on_a_terminal_is_wrapped() -> None:
+    script = """
+from tunebook.display import report_error
+from tunebook.errors import ConfigError
+report_error(ConfigError("many words " * 40))
+"""
+    lines = in_a_terminal(script, 60)
+    assert len(lines) > 5 and max(map(len, lines)) <= 60
+
+
+def test_the_command_is_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin = tmp_path / "project" / ".venv" / "bin"
+    bin.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(bin / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert tunebook_command() == f"{bin}/python -m tunebook.cli"
+    monkeypatch.chdir(tmp_path / "project")
+    assert tunebook_command() == ".venv/bin/python -m tunebook.cli"
+    script = bin / "tunebook"
+    script.touch(mode=0o755)
+    assert tunebook_command() == ".venv/bin/tunebook"
+    monkeypatch.chdir(bin)
+    assert tunebook_command() == "./tunebook"
+    monkeypatch.chdir(os.path.dirname(__file__))
+    assert tunebook_command() == str(script)
+    monkeypatch.setenv("PATH", str(bin))
+    assert tunebook_command() == "tunebook"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tunebook").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{other}{os.pathsep}{bin}")
+    assert tunebook_command() == str(script)
 
 
 def test_a_bar_is_taken_down_by_an_exception() -> None:
@@ -111,7 +213,7 @@ def test_an_expected_error_is_one_paragraph(
     assert report_error(error) == code
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.replace("\n", " ").strip() == f"error: {error}"
+    assert err == f"error: {error}\n"
     assert "Traceback" not in err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.render import templates as t
 from tests.render.conftest import case_rows
 from tests.render.conftest import render as render_fixture
 from tunebook.config import Mask, OnBlankAnswer
-from tunebook.inspect import inspect_rendered, pieces_of, visible
+from tunebook.inspect import inspect_rendered, pieces_of, summary_lines, visible
 from tunebook.render.codec import Codec
 from tunebook.render.lints import Rule, Severity, lint_rows, rows_to_lint
 
@@ -145,8 +146,14 @@ def show(rows, tokenizer, render, tmp_path, **settings):
     out = io.StringIO()
     console = Console(file=out, width=200, color_system=None)
     page = tmp_path / "out" / "page.html"
-    code = inspect_rendered(rows, rendered, tokenizer, limit=2, html=page, console=console)
-    return code, out.getvalue(), page.read_text(encoding="utf-8")
+    code = inspect_rendered(rows, rendered, tokenizer, limit=2, html=None, console=console)
+    text = out.getvalue()
+    again = inspect_rendered(rows, rendered, tokenizer, limit=2, html=page, console=console)
+    assert again == code
+    summary = out.getvalue().removeprefix(text)
+    assert summary.splitlines()[:-1] == text.splitlines()[-len(summary.splitlines()) + 1 :]
+    assert summary.splitlines()[-1] == f"Wrote {page}"
+    return code, text, page.read_text(encoding="utf-8")
 
 
 def test_terminal_and_page_show_tokens_weights_and_verdict(render, tmp_path):
@@ -163,6 +170,7 @@ def test_terminal_and_page_show_tokens_weights_and_verdict(render, tmp_path):
     assert "zz" not in text  # limit=2
     assert "<b>[red]" not in page and "&lt;" in page
     assert page.count("<section>") == 2
+    assert re.search(r"<h2>rows\.jsonl:\d+ · \d+ of \d+ tokens carry loss</h2>", page)
     item = render(rows, tokenizer)[1]
     end = int(item.tokens[-2])
     assert f'title="id {end} · position {len(item.tokens) - 2} · weight 1"' in page
@@ -178,6 +186,24 @@ def test_findings_fail_the_command(render, tmp_path):
     assert code == 1
     assert "1 errors, 0 warnings" in text
     assert "rows.jsonl:3: error" in text and "rows.jsonl:3: error" in page
+
+
+def test_what_was_cut_is_a_warning(render, tmp_path):
+    tokenizer = t.byte_level(t.CHATML)
+    rows = [t.make_row(t.chat("Hi", "Hello " * 40)), t.make_row(t.chat("Hi", "Hello"))]
+    code, text, page = show(rows, tokenizer, render, tmp_path, max_seq_len=32)
+    assert code == 0
+    assert "Warning: 1 datum was cut at max_seq_len" in text and "was cut" in page
+    assert "Lints over 2 of 2 rows: 0 errors, 1 warnings" in text
+
+
+def test_a_warning_of_the_rendering_is_no_clean_verdict(render, tmp_path):
+    rows = [t.make_row(t.chat("Hi", "Hello"))]
+    rendered = render(rows, t.byte_level(t.CHATML))
+    report = replace(rendered.report, warnings=["76 rows were lost"])
+    lines = summary_lines(rows, type(rendered)(rendered.directory, report), [])
+    assert "Warning: 76 rows were lost" in lines
+    assert lines[-1] == "Lints over 1 of 1 rows: 0 errors, 1 warnings"
 
 
 def test_white_space_is_visible():

@@ -162,6 +162,11 @@ def test_weights_are_appearances_per_epoch():
         assert sorted(row for rows in pair for row in rows if 4 <= row < 10) == list(range(4, 10))
 
 
+def test_half_a_row_more_is_a_row():
+    assert [source.rows_per_epoch for source in mix(range(5), [0] * 5, [0.5])] == [3]
+    assert [source.rows_per_epoch for source in mix(range(1), [0], [0.1])] == [1]
+
+
 def test_step_rows_beyond_the_plan_are_defined():
     plan = make_plan(4, batch_size=2, epochs=1, max_steps=None, drop_last=False)
     assert sorted(

@@ -35,6 +35,8 @@ def stops_after(values, *, patience, min_delta=0.0, lower_is_better=True):
         ([1.0, 1.0], 1, 0.0, 2, 1),  # an equal value is no improvement
         ([NAN, 1.0, NAN, 1.2], 2, 0.0, 4, 2),  # case 45
         ([NAN, NAN], 2, 0.0, 2, None),
+        ([math.inf, 1.0, -math.inf, 1.2], 2, 0.0, 4, 2),  # infinity is no better than NaN
+        ([math.inf, math.inf], 2, 0.0, 2, None),
         ([1.0, 0.95, 0.90], 2, 0.1, 3, 3),  # smaller than min_delta, yet best is best
         ([1.0, 0.95, 0.85, 0.84], 2, 0.1, None, 4),  # small changes add up to one
         ([1.0, 0.9], None, 0.0, None, 2),

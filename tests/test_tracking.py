@@ -246,6 +246,7 @@ def hang(connection: socket.socket) -> None:
 
 
 WANDB_RUN = """
+import os
 import sys
 from pathlib import Path
 from tests import test_tracking
@@ -254,7 +255,8 @@ from tunebook.tracking import WandbTracker
 tracking.FINISH_WAIT_S = float(sys.argv[4])
 for attempt in range(int(sys.argv[3])):
     root = Path(sys.argv[1])
-    tracker = WandbTracker("tunebook-tests", mode=sys.argv[2])
+    tags = ["a tag", os.environ["WANDB_API_KEY"]]
+    tracker = WandbTracker("tunebook-tests", mode=sys.argv[2], tags=tags)
     run = test_tracking.prepared(root) if attempt == 0 else run
     warnings = []
     test_tracking.train(run, tracker, warnings, first=5 * attempt + 1, last=5 * attempt + 5)

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,14 +80,25 @@ def recipe_names() -> dict[str, str]:
     return {file.stem: _summary_line(file) for file in files}
 
 
-@app.command("inspect", context_settings={**PASS_ON, "allow_interspersed_args": True})
+@app.command(
+    "inspect",
+    context_settings={**PASS_ON, "allow_interspersed_args": True},
+    options_metavar="[OPTIONS] [KEY=VALUE]...",
+)
 def _inspect(
     context: typer.Context,
     recipe: Annotated[str, typer.Option(help="Recipe whose config is meant.")] = "sft",
-    html: Annotated[Path | None, typer.Option(help="Write a web page instead.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the rows to this web page instead.")
+    ] = None,
     limit: Annotated[int, typer.Option(help="Rows to show.")] = 5,
 ) -> None:
-    """Show rows token by token with their loss weights, and check them (exit code 1 = findings)."""
+    """Show train rows token by token with their loss weights, and check them.
+
+    It looks at the train side of the split that a run would make. Settings are given as to the
+    recipe, for example data.path=rows.jsonl model.name=some/model. Exit code 1 = errors found;
+    warnings alone are 0.
+    """
     inspect_main = _recipe_module(recipe).inspect_main
     raise typer.Exit(inspect_main(list(context.args), html=html, limit=limit))
 
@@ -129,9 +140,11 @@ def _merge(
 
 @runs_app.command("list")
 def _list(root: Root = Path("runs"), as_json: AsJson = False) -> None:
-    """List the runs of a folder."""
+    """List the runs of a folder; a narrow terminal gets fewer columns, a pipe all of them."""
+    from tunebook.display import make_console
     from tunebook.runs.listing import list_runs, shown_state
     from tunebook.runs.record import record_to_json
+    from tunebook.text_tables import columns_fit, print_columns
 
     runs = list_runs(root)
     if as_json:
@@ -149,21 +162,21 @@ def _list(root: Root = Path("runs"), as_json: AsJson = False) -> None:
     if not runs:
         print(f"No runs in {root.absolute()}.")
         return
-    _print_table(
-        ["number", "id", "run", "state", "steps", "best", "model"],
-        [
-            [
-                f"#{run.record.number}",
-                run.record.id,
-                f"{run.record.recipe}/{run.path.name}",
-                shown_state(run),
-                _steps_cell(run),
-                _best_cell(run),
-                "yes" if run.record.model_available else "no",
-            ]
-            for run in runs
-        ],
-    )
+    columns = {
+        "number": [f"#{run.record.number}" for run in runs],
+        "id": [run.record.id for run in runs],
+        "run": [f"{run.record.recipe}/{run.path.name}" for run in runs],
+        "state": [shown_state(run) for run in runs],
+        "steps": [_steps_cell(run) for run in runs],
+        "best": [_best_cell(run) for run in runs],
+        "model": ["yes" if run.record.model_available else "no" for run in runs],
+    }
+    layouts = [columns, {**columns, "best": [_short_best_cell(run) for run in runs]}]
+    for heading in ("best", "model", "steps", "id", "state"):
+        layouts.append({key: cells for key, cells in layouts[-1].items() if key != heading})
+    console = make_console()
+    fitting = next((one for one in layouts if columns_fit(console, one)), layouts[-1])
+    print_columns(console, fitting)
 
 
 @runs_app.command("show")
@@ -203,13 +216,9 @@ def _compare(
             }
         )
         return
-    sections = (("config", comparison.differences), ("results", comparison.results))
-    for title, values in sections:
-        _print_table(
-            [title, *(f"#{run.record.number}" for run in comparison.runs)],
-            [[key, *map(_cell, row)] for key, row in values.items()]
-            or [["no differences", *([""] * len(runs))]],
-        )
+    names = [f"#{run.record.number}" for run in comparison.runs]
+    _print_side_by_side("config", names, comparison.differences)
+    _print_side_by_side("results", names, comparison.results)
 
 
 @runs_app.command("data")
@@ -237,9 +246,10 @@ def _data(
         return
     for index, row in zip(page.indices, page.rows, strict=True):
         _print_row(index, row)
-    total = "" if page.total is None else f" of {page.total:,}"
-    matching = " that match" if search else ""
-    print(f"{len(page.rows)}{total} {split} rows{matching}, from offset {offset}.")
+    if search:
+        print(_matches_text(len(page.rows), split, search, offset, page.next_offset is not None))
+    else:
+        print(f"{len(page.rows)} of {page.total:,} {split} rows, from offset {offset}.")
     if page.next_offset is not None:
         print(f"More with --offset {page.next_offset}")
 
@@ -276,23 +286,27 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(to_json(value, indent=2) + "\n")
 
 
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints aligned columns; without a terminal no line is cut, for other programs to read."""
-    from rich import box
-    from rich.table import Table
+def _print_side_by_side(
+    title: str, names: Sequence[str], values: Mapping[str, Sequence[Any]]
+) -> None:
+    """Prints a column for every run, or a line for every value where columns do not fit."""
     from rich.text import Text
 
     from tunebook.display import make_console
+    from tunebook.text_tables import columns_fit, print_columns
 
     console = make_console()
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    if not console.is_terminal:
-        console.width = max(console.measure(table).maximum, 20)
-    console.print(table)
+    keys = list(values) or ["no differences"]
+    cells = [[_cell(one) for one in row] for row in values.values()] or [[""] * len(names)]
+    columns = {title: keys, **dict(zip(names, zip(*cells, strict=True), strict=True))}
+    if columns_fit(console, columns):
+        print_columns(console, columns)
+        return
+    console.print(Text(title, style="bold"))
+    for key, row in zip(keys, cells, strict=True):
+        console.print(Text(key), soft_wrap=True)
+        for name, cell in zip(names, row, strict=True):
+            console.print(Text(f"  {name}  {cell}"), soft_wrap=True)
 
 
 def _print_row(index: int, row: Any) -> None:
@@ -317,6 +331,19 @@ def _steps_cell(run: Any) -> str:
     return "" if outcome is None else f"{outcome.steps}/{outcome.planned_steps}"
 
 
+def _matches_text(shown: int, split: str, search: str, offset: int, more: bool) -> str:
+    """How many rows match is known only when the last of them is on the page."""
+    if not shown:
+        return f"No {split} row matches {search!r}{' from this offset on' if offset else ''}."
+    if more and not offset:
+        return f"The first {shown} {split} rows that match {search!r}."
+    if more:
+        return f"Matches {offset + 1} to {offset + shown} of {search!r} among the {split} rows."
+    words = "row matches" if offset + shown == 1 else "rows match"
+    where = f"; these are the last {shown}" if offset else ""
+    return f"{offset + shown} {split} {words} {search!r}{where}."
+
+
 def _best_cell(run: Any) -> str:
     evaluation = run.record.evaluation
     if evaluation is None or evaluation.best is None:
@@ -324,10 +351,16 @@ def _best_cell(run: Any) -> str:
     return f"{evaluation.metric} {evaluation.best:.4f} @ {evaluation.best_step}"
 
 
+def _short_best_cell(run: Any) -> str:
+    evaluation = run.record.evaluation
+    return _best_cell(run) and _best_cell(run).removeprefix(f"{evaluation.metric} ")
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("\n", "\\n")
 
 
 for _name, _text in recipe_names().items():

@@ -43,6 +43,11 @@ def check_columns(loss_fn: Callable[..., Any], available: Collection[str], *, re
             f"loss {loss_name(loss_fn)!r}: its first parameter must be the log-probs, as in "
             "`def loss(logprobs, *, token_weights)`"
         )
+    bound = set(loss_fn.keywords) if isinstance(loss_fn, functools.partial) else set()
+    for name in sorted(bound & set(available)):
+        raise ConfigError(
+            f"loss.{name} is set, but {name!r} is a column that the {recipe} recipe gives the loss"
+        )
     for name in required_columns(loss_fn):
         if name not in available:
             raise ConfigError(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
 import inspect
+import logging
 import os
 import re
 import sys
@@ -19,15 +19,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunebook.config import DataConfig, RecipeConfig, SFTConfig
+from tunebook.composition_errors import (
+    SCHEMAS,
+    explain_composition_error,
+    is_composition_error,
+    recipe_keys,
+)
+from tunebook.config import DataConfig, RecipeConfig
 from tunebook.config_checks import check_ranges
-from tunebook.errors import ConfigError
+from tunebook.errors import ConfigError, RunError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
-
-SCHEMAS: dict[str, type[RecipeConfig]] = {"sft": SFTConfig}
 
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
@@ -54,10 +58,11 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
     except Exception as error:
         raise explain_composition_error(error, recipe) from error
     for key, value in values.items():
-        _update(config, key, value, recipe, add=FREE_SECTION.match(f"{key}=") is not None)
+        free = key in ("loss", "tracker") or FREE_SECTION.match(f"{key}=") is not None
+        _update(config, key, value, recipe, add=free)
     resume = config.get("resume")
     if resume:
-        return resumed_config(recipe, str(resume), lines, values)
+        return resumed_config(recipe, str(resume), lines, values, runs_dir=config.runs_dir)
     return parse(config, recipe)
 
 
@@ -81,6 +86,11 @@ def parse(config: DictConfig, recipe: str) -> RecipeConfig:
     except OmegaConfBaseException as error:
         raise explain_composition_error(error, recipe) from error
     assert isinstance(parsed, SCHEMAS[recipe])
+    for field in dataclasses.fields(parsed):
+        if getattr(parsed, field.name) == MISSING:
+            raise ConfigError(
+                f"{field.name} has no value; give one, or {field.name}=null where it is optional"
+            )
     parsed.tracker = parsed.tracker or None
     _make_paths_absolute(parsed)
     check_ranges(parsed)
@@ -89,7 +99,7 @@ def parse(config: DictConfig, recipe: str) -> RecipeConfig:
 
 def to_yaml(config: RecipeConfig) -> str:
     """The config as YAML text that `from_yaml` reads back to an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(config)))
 
 
 def from_yaml(text: str, recipe: str) -> RecipeConfig:
@@ -106,7 +116,7 @@ def from_yaml(text: str, recipe: str) -> RecipeConfig:
     return parse(merged, recipe)
 
 
-FREE_SECTION = re.compile(r"(data|data\.eval)\.(columns|function_args)[.=]|loss\.[^=]*=")
+FREE_SECTION = re.compile(r"(data|data\.eval)\.(columns|function_args)[.=]|(loss|tracker)\.[^=]*=")
 """Keys below these are names of the user's own: of columns, and of a function's arguments."""
 
 
@@ -117,13 +127,32 @@ def open_free_sections(lines: Sequence[str]) -> list[str]:
 
 RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
-    "early_stopping", "checkpoints", "tracker", "backend", "samples", "dry_run", "strict",
+    "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict",
+    "backend.device", "backend.micro_batch_tokens",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 
 
+def run_path(text: str, runs_dir: str) -> str:
+    """The absolute path that a path, a run's number or its id names."""
+    from tunebook.runs import find_run
+
+    path = os.path.abspath(os.path.expanduser(text))
+    if os.path.exists(path):
+        return path
+    try:
+        return str(find_run(Path(runs_dir).expanduser().absolute(), text).path)
+    except RunError:
+        return path
+
+
 def resumed_config(
-    recipe: str, resume: str, lines: Sequence[str], values: Mapping[str, Any]
+    recipe: str,
+    resume: str,
+    lines: Sequence[str],
+    values: Mapping[str, Any],
+    *,
+    runs_dir: str = "runs",
 ) -> RecipeConfig:
     """The config of an earlier run, with the overrides of this start applied to it.
 
@@ -132,7 +161,7 @@ def resumed_config(
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    path = Path(resume).expanduser().resolve()
+    path = Path(run_path(resume, runs_dir))
     file = path / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"resume={resume}: {path} is no run directory (it has no config.yaml)")
@@ -142,6 +171,7 @@ def resumed_config(
     }
     changes.update(values)
     changes.pop("resume", None)
+    changes.pop("runs_dir", None)
     for key in changes:
         if not any(key == name or key.startswith(name + ".") for name in RESUMABLE):
             raise ConfigError(
@@ -149,7 +179,9 @@ def resumed_config(
                 f"Resumable: {', '.join(RESUMABLE)}. For anything else start a new run with "
                 f"start_from={resume}"
             )
-    config = OmegaConf.structured(from_yaml(file.read_text(encoding="utf-8"), recipe))
+    before = from_yaml(file.read_text(encoding="utf-8"), recipe)
+    config = OmegaConf.merge(OmegaConf.structured(SCHEMAS[recipe]), escaped(before))
+    assert isinstance(config, DictConfig)
     OmegaConf.set_struct(config, True)
     config.dry_run = False  # a dry run that is resumed is trained
     for key, value in changes.items():
@@ -210,9 +242,12 @@ def hydra_main(
     def task(config: DictConfig) -> None:
         # Caught here: Hydra would first print its own lines about any exception.
         try:
+            _check_sweep()
             if config.resume:
                 lines = list(HydraConfig.get().overrides.task)
-                parsed = resumed_config(recipe, str(config.resume), lines, {})
+                parsed = resumed_config(
+                    recipe, str(config.resume), lines, {}, runs_dir=config.runs_dir
+                )
             else:
                 parsed = parse(config, recipe)
             codes.append(execute(parsed))
@@ -222,11 +257,14 @@ def hydra_main(
     # Composition errors come to us instead of being printed with advice on Hydra's internals.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     own_argv = sys.argv
-    sys.argv = [own_argv[0], *open_free_sections(own_argv[1:] if argv is None else argv)]
+    arguments = list(own_argv[1:] if argv is None else argv)
+    # Hydra's parser takes no flag in the middle of overrides.
+    arguments.sort(key=lambda each: each not in ("--multirun", "-m"))
+    sys.argv = [own_argv[0], *open_free_sections(arguments)]
     try:
         hydra.main(config_path="pkg://configs", config_name=recipe, version_base="1.3")(task)()
     except Exception as error:
-        if _is_composition_error(error):
+        if is_composition_error(error):
             raise explain_composition_error(error, recipe) from error
         raise
     finally:
@@ -236,35 +274,15 @@ def hydra_main(
     return max(codes, default=0)
 
 
-def explain_composition_error(error: Exception, recipe: str) -> ConfigError:
-    """What a person did wrong, in one paragraph with the key, the value and what is allowed."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = str(cause).strip().split("\nConfig search path")[0]
-    full_key = _key_in_message(str(error)) or getattr(cause, "full_key", None)
-    unknown = ("is not in struct", "not in '", "Could not override", "Key '")
-    is_value_error = type(cause).__name__ in ("ValidationError", "UnsupportedValueType")
-    if full_key and not is_value_error and any(words in text for words in unknown):
-        keys = recipe_keys(recipe)
-        if full_key in keys:  # the unknown one is in a list or mapping below it
-            return ConfigError(f"{full_key}: {text.splitlines()[0]}")
-        return ConfigError(explain_unknown_key(full_key, keys))
-    if full_key and type(cause).__name__ == "MissingMandatoryValue":
-        return ConfigError(f"{full_key} is missing: give it, for example {full_key}=<value>")
-    if full_key and is_value_error:
-        return ConfigError(f"{full_key}: {text.splitlines()[0]}")
-    return ConfigError(text)
+def _check_sweep() -> None:
+    """Raises where a sweep was chosen and only one run would be made of it."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
-
-def recipe_keys(recipe: str) -> list[str]:
-    """Every dotted key of a recipe: the schema's, and those of the free-form groups' files."""
-    keys = schema_keys(SCHEMAS[recipe])
-    for group in ("backend", "loss", "tracker"):
-        names: set[str] = set()
-        for file in importlib.resources.files("configs").joinpath(group).iterdir():
-            content = OmegaConf.create(file.read_text(encoding="utf-8"))
-            names.update(str(name) for name in content if str(name).isidentifier())
-        keys += sorted(f"{group}.{name}" for name in names - {"defaults"})
-    return keys
+    hydra = HydraConfig.get()
+    sweep = hydra.runtime.choices.get("sweep")
+    if sweep is not None and hydra.mode is not RunMode.MULTIRUN:
+        raise ConfigError(f"sweep={sweep} makes several runs: add --multirun")
 
 
 def _refuse_extra_keys(config: DictConfig, recipe: str) -> None:
@@ -291,20 +309,6 @@ def _leaf(node: DictConfig, name: Any, key: str) -> str:
     return key
 
 
-def _is_composition_error(error: Exception) -> bool:
-    from hydra.errors import HydraException
-
-    return isinstance(error, HydraException | OmegaConfBaseException)
-
-
-def _key_in_message(message: str) -> str | None:
-    for start in ("Could not override '", "Error merging override "):
-        if message.startswith(start):
-            return message.removeprefix(start).split("'")[0].split("=")[0].lstrip("+").strip()
-    found = re.search(r"full_key: (\S+)", message)
-    return found[1] if found else None
-
-
 def _split_overrides(
     recipe: str, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
@@ -312,28 +316,44 @@ def _split_overrides(
     if not isinstance(overrides, Mapping):
         return list(overrides), {}
     groups = {"backend", "model", "data", "loss", "tracker", "experiment", "sweep"}
-    lines = [f"{key}={value}" for key, value in overrides.items() if _is_choice(key, value, groups)]
-    values = {key: value for key, value in overrides.items() if not _is_choice(key, value, groups)}
+    sections = {key.rpartition(".")[0] for key in schema_keys(SCHEMAS[recipe])}
+    lines: list[str] = []
+    values: dict[str, Any] = {}
+
+    def take(key: str, value: Any) -> None:
+        if key in groups and isinstance(value, str):
+            lines.append(f"{key}={value}")
+        elif key in sections and isinstance(value, Mapping):
+            for name, each in value.items():
+                take(f"{key}.{name}", each)
+        else:
+            values[key] = _literal(value)
+
+    for key, value in overrides.items():
+        take(key, value)
     return lines, values
 
 
-def _is_choice(key: str, value: Any, groups: set[str]) -> bool:
-    return key in groups and isinstance(value, str)
+def _literal(value: Any) -> Any:
+    """A value in which `${` is text, not an interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {name: _literal(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literal(each) for each in value]
+    return value
 
 
 def _update(config: DictConfig, key: str, value: Any, recipe: str, *, add: bool = False) -> None:
     try:
-        OmegaConf.update(config, key, _plain(value), merge=True, force_add=add)
+        OmegaConf.update(config, key, value, merge=True, force_add=add)
     except OmegaConfBaseException as error:
         if getattr(error, "full_key", None) is None or type(error).__name__.startswith("ConfigKey"):
             raise ConfigError(explain_unknown_key(key, recipe_keys(recipe))) from error
         raise explain_composition_error(error, recipe) from error
     except AttributeError as error:
         raise ConfigError(explain_unknown_key(key, recipe_keys(recipe))) from error
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _target(node: Mapping[str, Any], key: str) -> Any:
@@ -344,6 +364,7 @@ def _target(node: Mapping[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}._target_ is missing: give the dotted path of what to use")
     if "" not in sys.path:  # the console script does not look where the user stands
         sys.path.insert(0, "")
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # we say it ourselves
     try:
         return hydra.utils.get_object(str(path))
     except Exception as error:
@@ -373,7 +394,7 @@ def _make_paths_absolute(config: RecipeConfig) -> None:
     for name in ("start_from", "resume"):
         value = getattr(config, name)
         if value is not None:
-            setattr(config, name, os.path.abspath(os.path.expanduser(value)))
+            setattr(config, name, run_path(value, config.runs_dir))
     for name in ("name", "tokenizer", "chat_template"):
         value = getattr(config.model, name)
         if value is not None and Path(value).expanduser().exists():
@@ -382,6 +403,11 @@ def _make_paths_absolute(config: RecipeConfig) -> None:
 
 def _sources(data: DataConfig) -> list[Any]:
     return [data, *data.sources, data.eval]
+
+
+def escaped(config: RecipeConfig) -> dict[str, Any]:
+    """The config as plain values for YAML, in which `${` in a string stays text."""
+    return _literal(as_dict(config))
 
 
 def as_dict(config: RecipeConfig) -> dict[str, Any]:

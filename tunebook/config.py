@@ -92,7 +92,8 @@ class SourceConfig:
     """One source of rows: exactly one of `path`, `hub`, `function`."""
 
     path: str | None = None
-    """JSONL, JSON, CSV or Parquet file, folder or glob; `pkg://package/file` for a packaged one."""
+    """JSONL, JSON, CSV or Parquet file, a folder (the files directly in it) or a glob (`**`
+    descends); `pkg://package/file` for a packaged one."""
     hub: str | None = None
     """Hub dataset id, loaded through `datasets`."""
     subset: str | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -11,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Protocol
 
 from rich.console import Console
@@ -22,10 +25,13 @@ from rich.progress import (
     Task,
     TextColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from tunebook.errors import TunebookError
 
+LIVE_BAR_WIDTH = 10
+"""Characters of the bar on a terminal; 80 then hold loss, evaluation and time left too."""
 EXTRA_LINES = 15
 """Lines beyond one every `log_every` steps that progress without a terminal may take."""
 SPEED_WINDOW = 20
@@ -48,6 +54,42 @@ def make_console(stream: IO[str] | None = None) -> Console:
 def can_draw(console: Console) -> bool:
     """Whether block and braille characters reach the reader; else draw in ASCII."""
     return console.encoding.lower().replace("-", "").startswith("utf")
+
+
+def short_path(path: Path) -> str:
+    """The path from where the person stands, if it lies below; else the whole path."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def tunebook_command() -> str:
+    """What to type for `tunebook`: the shortest that runs the one of this Python.
+
+    The name where it is on the PATH, else the path of the script, else `<python> -m tunebook.cli`.
+    """
+    return script_command("tunebook", module="tunebook.cli")
+
+
+def script_command(name: str, *, module: str) -> str:
+    """What to type for a script that is installed beside this Python.
+
+    Args:
+        name: of the script.
+        module: does the same by `python -m`, where there is no such script.
+    """
+    python = Path(sys.executable or "python")
+    script = shutil.which(name, path=str(python.parent))
+    if script is None:
+        return f"{_typed(python)} -m {module}"
+    found = shutil.which(name)
+    on_path = found is not None and Path(found).absolute() == Path(script).absolute()
+    return name if on_path else _typed(Path(script))
+
+
+def _typed(program: Path) -> str:
+    """A program as typed into a shell; without a slash the shell would look on the PATH."""
+    short = short_path(program)
+    return shlex.quote(short if program.name != short else os.path.join(os.curdir, short))
 
 
 class StepProgress(Protocol):
@@ -141,12 +183,13 @@ def duration_text(seconds: float) -> str:
 def _print_error(text: str, trace: str | None) -> None:
     from tunebook.runs.redaction import redact
 
-    text = redact(text, os.environ)
-    width = min(make_console(sys.stderr).width, 100)
-    lines = [
-        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) or ""
-        for line in text.splitlines()
-    ]
+    lines = redact(text, os.environ).splitlines()
+    if sys.stderr.isatty():
+        width = min(make_console(sys.stderr).width, 100)
+        lines = [
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        ]
     if trace is not None:
         print(redact(trace, os.environ).rstrip(), file=sys.stderr)
     print("\n".join(lines), file=sys.stderr)
@@ -176,17 +219,33 @@ class _Speed:
         return f"{duration_text(seconds * steps)} left"
 
 
-def _evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
+def _evaluation_text(metrics: Mapping[str, float]) -> str:
     shown = {key: value for key, value in metrics.items() if "/num_" not in key}
-    values = "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
-    return f"{values} @ {step}"
+    return "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
+
+
+def _short_evaluation_text(metrics: Mapping[str, float]) -> str:
+    """The loss, else the first metric: what fits beside a bar."""
+    key = "eval/loss" if "eval/loss" in metrics else next(iter(metrics), None)
+    return "" if key is None else _evaluation_text({key: metrics[key]})
 
 
 class _StateColumn(ProgressColumn):
-    """Loss, evaluation, speed and time left, as far as they are known."""
+    """Loss, evaluation, speed and time left, as far as they are known and fit into one line."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
+        self._console = console
 
     def render(self, task: Task) -> Text:
-        return Text("  ".join(part for part in task.fields["parts"] if part))
+        parts: dict[str, str] = task.fields["parts"]
+        taken = len("step ") + 2 * len(f"{task.total:.0f}") + len("/ ") + LIVE_BAR_WIDTH + len(" ")
+        shown = {name: part for name, part in parts.items() if part}
+        for dispensable in ("speed", "left", "evaluation"):
+            if len("  ".join(shown.values())) <= self._console.width - taken:
+                break
+            shown.pop(dispensable, None)
+        return Text("  ".join(shown.values()))
 
 
 class _LiveProgress:
@@ -196,14 +255,14 @@ class _LiveProgress:
         self._evaluation = ""
         self._loss = ""
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            _StateColumn(),
+            TextColumn("step", table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=LIVE_BAR_WIDTH),
+            _StateColumn(console),
             console=console,
             refresh_per_second=8,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=done, parts=())
+        self._task = self._progress.add_task("", total=total_steps, completed=done, parts={})
 
     def __enter__(self) -> _LiveProgress:
         self._progress.start()
@@ -225,19 +284,19 @@ class _LiveProgress:
         self._show(step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._evaluation = _evaluation_text(step, metrics)
+        self._evaluation = f"{_short_evaluation_text(metrics)} @ {step}"
         self._show(step)
 
     def note(self, text: str) -> None:
         self._progress.console.print(Text(text))
 
     def _show(self, step: int) -> None:
-        parts = (
-            self._loss,
-            self._evaluation,
-            self._speed.tokens_text(),
-            self._speed.left_text(self._total - step),
-        )
+        parts = {
+            "loss": self._loss,
+            "evaluation": self._evaluation,
+            "speed": self._speed.tokens_text(),
+            "left": self._speed.left_text(self._total - step),
+        }
         self._progress.update(self._task, completed=step, parts=parts)
 
 
@@ -273,12 +332,12 @@ class _PlainProgress:
         self._unshown = ""
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        text = _evaluation_text(step, metrics)
+        text = _evaluation_text(metrics)
         if self._extra_left > 0 or step >= self._total:
             self._extra_left -= 1
             self._print(f"step {step}/{self._total}  {text}")
         else:
-            self._unshown = text
+            self._unshown = f"{text} @ {step}"
 
     def note(self, text: str) -> None:
         self._print(text)

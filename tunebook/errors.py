@@ -41,6 +41,30 @@ class RowProblem:
         return f"{where}: {self.field}: {self.reason}" if self.field else f"{where}: {self.reason}"
 
 
+SHOWN_PROBLEMS = 20
+SHOWN_WHOLE = 3
+SHOWN_LINES = 10
+
+
+def listed(problems: Sequence[RowProblem]) -> list[str]:
+    """The problems as indented lines: 20 different ones, each with its first places."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for problem in problems:
+        groups.setdefault((problem.file, problem.field, problem.reason), []).append(problem.line)
+    lines: list[str] = []
+    for (file, field, reason), places in list(groups.items())[:SHOWN_PROBLEMS]:
+        whole, others = places[:SHOWN_WHOLE], places[SHOWN_WHOLE:]
+        lines += [f"  {RowProblem(file, line, field, reason)}" for line in whole]
+        if others:
+            shown = ", ".join(map(str, others[:SHOWN_LINES]))
+            unshown = len(others) - SHOWN_LINES
+            more = f" and {unshown} more" if unshown > 0 else ""
+            lines.append(f"    the same in line {shown}{more}")
+    if len(groups) > SHOWN_PROBLEMS:
+        lines.append(f"  and {len(groups) - SHOWN_PROBLEMS} more kinds of problems")
+    return lines
+
+
 class DataError(TunebookError, ValueError):
     """Data that cannot be trained on; `problems` locates each bad row."""
 

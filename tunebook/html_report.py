@@ -13,10 +13,12 @@ from tunebook.plan_report import plan_text
 from tunebook.report import summary_text
 from tunebook.runs.directory import RunDir
 from tunebook.runs.files import replace_text, without_surrogates
+from tunebook.text_tables import UNLIMITED_WIDTH
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-pre { background: #f6f7f9; padding: 1rem; overflow-x: auto; font-size: 13px; }
+pre { background: #f6f7f9; padding: 1rem; font-size: 13px; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
 img { max-width: 100%; }
 table { border-collapse: collapse; width: 100%; }
 th, td { border-bottom: 1px solid #ddd; padding: .5rem; text-align: left; vertical-align: top; }
@@ -43,10 +45,10 @@ def write_html_report(run: RunDir) -> Path:
     has_plan = (run.path / "plan.json").is_file()
     parts = [
         f"<h1>{_escaped(title)}</h1>",
-        f"<pre>{_escaped(summary_text(run))}</pre>",
+        f"<pre>{_escaped(summary_text(run, width=UNLIMITED_WIDTH))}</pre>",
         f'<img alt="loss over steps" src="data:image/png;base64,{encoded}">',
         _samples(run.samples()),
-        f"<h2>Plan</h2><pre>{_escaped(plan_text(run.read_plan()))}</pre>" if has_plan else "",
+        _plan(run.read_plan()) if has_plan else "",
     ]
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escaped(title)}'
@@ -57,19 +59,31 @@ def write_html_report(run: RunDir) -> Path:
     return path
 
 
+def _plan(plan: Mapping[str, Any]) -> str:
+    return f"<h2>Plan</h2><pre>{_escaped(plan_text(plan, width=UNLIMITED_WIDTH))}</pre>"
+
+
 def _samples(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """One column of answers for every step that was sampled."""
+    """One column of answers for every step that was sampled, and one of those expected."""
     if not samples:
         return ""
-    steps = list(samples)
-    head = "".join(f"<th>step {step}</th>" for step in steps)
+    by_prompt = list(zip(*samples.values(), strict=False))
+    has_expected = any(answers[0].get("expected") for answers in by_prompt)
+    head = ["prompt", *(f"step {step}" for step in samples), *(["expected"] * has_expected)]
     rows = [
-        f"<tr><td>{_escaped(same_prompt[0].get('prompt'))}</td>"
-        + "".join(f"<td>{_escaped(one.get('completion'))}</td>" for one in same_prompt)
-        + "</tr>"
-        for same_prompt in zip(*samples.values(), strict=False)
+        [
+            answers[0].get("prompt"),
+            *(one.get("completion") for one in answers),
+            *([answers[0].get("expected")] * has_expected),
+        ]
+        for answers in by_prompt
     ]
-    return f"<h2>Answers</h2><table><tr><th>prompt</th>{head}</tr>{''.join(rows)}</table>"
+    lines = [_table_line("th", head), *(_table_line("td", row) for row in rows)]
+    return f"<h2>Answers</h2><table>{''.join(lines)}</table>"
+
+
+def _table_line(tag: str, cells: Sequence[Any]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _escaped(text: Any) -> str:

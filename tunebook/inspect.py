@@ -78,22 +78,16 @@ def inspect_rendered(
     html: Path | None,
     console: Console,
 ) -> int:
-    """0 when every lint holds, 1 when one fails, having shown the first rows and what was found.
+    """0 when no lint finds an error, else 1, having shown the first rows and what was found.
 
     Args:
         rows: those that `rendered` was made from.
         limit: rows to show; lints look at all rows, or at 2000 spread over them.
-        html: also write the page to this file.
+        html: write the rows as a page to this file instead; the console gets only the summary.
     """
     findings = lint_rows(rows, rendered, tokenizer, limit=LINTED_ROWS)
-    codec = Codec(tokenizer)
-    shown = _shown_rows(rendered, limit)
-    for row, data in shown:
-        for datum in data:
-            item = rendered[datum]
-            console.print(_heading(rows[row], datum, rendered, item), style="bold", **PLAIN)
-            console.print(_terminal_text(pieces_of(item, codec), console), soft_wrap=True)
-            console.print()
+    if html is None:
+        _print_rows(rows, rendered, Codec(tokenizer), console, limit=limit)
     _print_summary(rows, rendered, findings, console)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
@@ -102,14 +96,27 @@ def inspect_rendered(
     return int(any(finding.severity is Severity.error for finding in findings))
 
 
+def _print_rows(
+    rows: Sequence[Row], rendered: RenderedRows, codec: Codec, console: Console, *, limit: int
+) -> None:
+    for row, data in _shown_rows(rendered, limit):
+        for datum in data:
+            item = rendered[datum]
+            heading = "  ".join(_heading(rows[row], datum, rendered, item))
+            console.print(heading, style="bold", **PLAIN)
+            console.print(_terminal_text(pieces_of(item, codec), console), soft_wrap=True)
+            console.print()
+
+
 def _shown_rows(rendered: RenderedRows, limit: int) -> list[tuple[int, range]]:
     return [(row, rendered.data_of_row(row)) for row in rendered.report.kept_rows[:limit]]
 
 
-def _heading(row: Row, datum: int, rendered: RenderedRows, item: Rendered) -> str:
+def _heading(row: Row, datum: int, rendered: RenderedRows, item: Rendered) -> tuple[str, str]:
+    """Where a datum is from, and how much of it is trained."""
     supervised = int(rendered.supervised[datum])
     cut = ", truncated" if item.truncated else ""
-    return f"{row.file}:{row.line}  {supervised} of {len(item.tokens)} tokens carry loss{cut}"
+    return f"{row.file}:{row.line}", f"{supervised} of {len(item.tokens)} tokens carry loss{cut}"
 
 
 def visible(text: str) -> str:
@@ -162,20 +169,30 @@ def summary_lines(
 ) -> list[str]:
     """What was rendered and what the lints say, a sentence a line."""
     report = rendered.report
+    warnings = [*report.warnings, *_truncation(report.truncated)]
     dropped = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
     lines = [
         f"{len(report.kept_rows)} of {report.num_rows} rows, {report.num_data} data, "
         f"{report.num_tokens} tokens, {report.num_supervised} carry loss, "
         f"{report.truncated} truncated{', left out: ' + dropped if dropped else ''}",
         *report.notes,
-        *(f"Warning: {warning}" for warning in report.warnings),
+        *(f"Warning: {warning}" for warning in warnings),
         *(str(problem) for problem in report.problems),
     ]
     linted = min(len(rows), LINTED_ROWS)
     errors = sum(finding.severity is Severity.error for finding in findings)
-    verdict = f"{errors} errors, {len(findings) - errors} warnings" if findings else "no findings"
+    num_warnings = len(findings) - errors + len(warnings)
+    clean = not errors and not num_warnings
+    verdict = "no findings" if clean else f"{errors} errors, {num_warnings} warnings"
     lines.append(f"Lints over {linted} of {len(rows)} rows: {verdict}")
     return lines
+
+
+def _truncation(count: int) -> list[str]:
+    if not count:
+        return []
+    what = "1 datum was" if count == 1 else f"{count} data were"
+    return [f"{what} cut at max_seq_len, so what comes after it is never trained"]
 
 
 # The web page: one file, no script, nothing fetched.
@@ -234,7 +251,7 @@ def html_page(
 
 def _html_section(row: Row, datum: int, rendered: RenderedRows, codec: Codec) -> str:
     item = rendered[datum]
-    heading = _escape(_heading(row, datum, rendered, item))
+    heading = _escape(" · ".join(_heading(row, datum, rendered, item)))
     tokens = "".join(_html_piece(piece) for piece in pieces_of(item, codec))
     return f"<section><h2>{heading}</h2><pre>{tokens}</pre></section>\n"
 

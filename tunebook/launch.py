@@ -16,13 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tunebook.backends.base import Backend
-from tunebook.compose import as_dict, compose, hydra_main
+from tunebook.compose import compose, escaped, hydra_main
 from tunebook.config import RecipeConfig
-from tunebook.display import StepProgress, make_console, progress_display, report_error
+from tunebook.display import (
+    StepProgress,
+    make_console,
+    progress_display,
+    report_error,
+    tunebook_command,
+)
 from tunebook.opening import build_backend
 from tunebook.planning import check_plan_hash
-from tunebook.preparation import PreparedRows, freeze_rows
-from tunebook.runs import Preparation, RunDir, RunState, newest_checkpoint
+from tunebook.preparation import PreparedRows, freeze, remember_split
+from tunebook.runs import (
+    Preparation,
+    RunDir,
+    RunState,
+    newest_checkpoint,
+    only_writer,
+    terminable,
+)
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -44,6 +57,8 @@ class RecipeTask(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
     @property
     def train_data(self) -> RenderedRows: ...
+    @property
+    def eval_data(self) -> RenderedRows | None: ...
     @property
     def summary(self) -> dict[str, Any]: ...
     @property
@@ -71,7 +86,10 @@ def main(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] | None
         print_recipe_help(recipe)
         return 0
     try:
-        return hydra_main(recipe, lambda config: execute(recipe, config, prepare, train), arguments)
+        with terminable():
+            return hydra_main(
+                recipe, lambda config: execute(recipe, config, prepare, train), arguments
+            )
     except (Exception, KeyboardInterrupt) as error:
         return report_error(error, debug=debug)
 
@@ -86,24 +104,29 @@ def execute(recipe: str, config: RecipeConfig, prepare: Prepare, train: Train) -
     check_plan_hash(config, task.summary)
     preparing_s = time.monotonic() - started
     with closing(build_backend(config)) as backend:
-        if config.dry_run:
-            if config.plan.probe:
-                task.summary["estimate"] = asdict(backend.estimate(task.workload))
-            render_plan(console, task.summary)
-            run = start_run(recipe, task, preparing_s)
-            console.print(
-                f"Dry run: nothing was trained. The plan is {run.path / 'plan.json'}\n"
-                f"To train exactly this: python -m recipes.{recipe} resume={run.path}",
-                soft_wrap=True,
-            )
-            return 0
+        if config.dry_run and config.plan.probe:
+            task.summary["estimate"] = asdict(backend.estimate(task.workload))
         render_plan(console, task.summary)
+        if config.dry_run:
+            console.print(dry_run_text(recipe, task, preparing_s), soft_wrap=True)
+            return 0
         run = start_run(recipe, task, preparing_s)
         return drive(task, train(task, backend, run), run)
 
 
+def dry_run_text(recipe: str, task: RecipeTask, preparing_s: float) -> str:
+    """What a dry run leaves: a run that can be started as it is; of a resumed run, nothing."""
+    if task.config.resume is not None:
+        return "Dry run: nothing was trained, and the run is as it was."
+    run = plan_run(recipe, task, preparing_s)
+    return (
+        f"Dry run: nothing was trained. The plan is {run.path / 'plan.json'}\n"
+        f"To train exactly this:\n  {tunebook_command()} {recipe} resume={run.path}"
+    )
+
+
 def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir:
-    """The run directory of a task, with config, plan, split and frozen rows in it.
+    """The run directory of a task that is about to be trained.
 
     A resumed run keeps its directory; a plan that changed is recorded beside the former one.
 
@@ -111,21 +134,32 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
         recipe: name of the recipe.
         task: what its `prepare` returned.
         preparing_s: seconds that took.
+
+    Raises:
+        RunError: another process is training the run.
     """
-    config = replace(task.config, resume=None, dry_run=False)
-    if task.config.resume is not None:
-        run = RunDir.open(task.config.resume)
+    remember_split(task.rows, task.config)
+    if task.config.resume is None:
+        return plan_run(recipe, task, preparing_s)
+    run = RunDir.open(task.config.resume)
+    with only_writer(run):
+        config = escaped(replace(task.config, resume=None))
         before = run.read_plan()
         plan = {**task.summary, "data_fingerprint": before["data_fingerprint"]}
         if plan["hash"] == before["hash"]:
             plan = before
-        if plan is not before or as_dict(config) != run.read_config():
+        if plan is not before or config != run.read_config():
             run.amend_plan(config, plan)
-        return run
+    return run
+
+
+def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
+    """A new run directory with config, plan, split, and frozen rows and tokens in it."""
+    config = replace(task.config, dry_run=False)
     run = RunDir.create(Path(config.runs_dir), recipe, config.name)
     run.set_preparation(Preparation.SNAPSHOTTING)
-    run.write_config(config)
-    fingerprint = freeze_rows(task.rows, run.data_dir)
+    run.write_config(escaped(config))
+    fingerprint = freeze(task.rows, run, train_data=task.train_data, eval_data=task.eval_data)
     run.write_plan({**task.summary, "data_fingerprint": fingerprint})
     run.write_split(task.rows.split)
     run.set_preparation(Preparation.VERIFIED)
@@ -150,17 +184,29 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
                     show(report, display)
                     if stop.signal_number is not None:
                         reports.close()
-    finally:
-        samples = run.samples()
-        if len(samples) > 1:
-            before, after = min(samples), max(samples)
-            console.print(f"Answers before training and at step {after}:")
-            console.print(samples_table(samples[before], samples[after]))
-        render_summary(console, run)
+    except BaseException:
+        console.print(failure_text(run), soft_wrap=True)
+        raise
+    samples = run.samples()
+    if len(samples) > 1:
+        before, after = min(samples), max(samples)
+        console.print(f"Answers before training and at step {after}:")
+        console.print(samples_table(samples[before], samples[after]))
+    render_summary(console, run)
     write_html_report(run)
     if run.record.state is RunState.CANCELLED:
         return 128 + (stop.signal_number or signal.SIGINT)
     return 0
+
+
+def failure_text(run: RunDir) -> str:
+    """What is left of a run that ended with an exception, and how to go on."""
+    newest = newest_checkpoint(run.checkpoints())
+    text = f"The run ended here. Its record is {run.path}"
+    if newest is None:
+        return f"{text}; no checkpoint was saved."
+    command = f"{tunebook_command()} {run.record.recipe} resume={run.path}"
+    return f"{text}\nTo go on from step {newest.step}:\n  {command}"
 
 
 def show(report: StepReport, display: StepProgress) -> None:

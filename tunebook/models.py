@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import os
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ PLAIN_TEXT = "none"
 def tunebook_home() -> Path:
     """The folder of everything tunebook keeps between runs: `$TUNEBOOK_HOME`, else a user cache."""
     configured = os.environ.get("TUNEBOOK_HOME")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "tunebook"
+    if configured:
+        return Path(configured).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache).expanduser() / "tunebook"
 
 
 def packaged_path(uri: str) -> Path:
@@ -61,6 +65,32 @@ def resolve_model(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model.name={name}: no such folder ({folder.resolve()})")
     return name
+
+
+SAMPLED_BLOCKS = 64
+BLOCK_BYTES = 1 << 16
+
+
+def model_fingerprint(name: str, *, revision: str | None = None) -> str:
+    """Identifies what a model is made of: its files where they are local, else id and revision.
+
+    Of a large file 64 blocks spread over it are read, so that weights of any size take no time.
+    """
+    resolved = Path(resolve_model(name))
+    if not resolved.is_dir():
+        return f"{name}@{revision or 'main'}"
+    digest = hashlib.sha256()
+    for path in sorted(resolved.iterdir()):
+        if path.suffix not in (".safetensors", ".bin", ".json", ".jinja", ".model"):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        stride = max(size // SAMPLED_BLOCKS, BLOCK_BYTES)
+        with path.open("rb") as file:
+            for start in range(0, size, stride):
+                file.seek(start)
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def load_tokenizer(
@@ -155,5 +185,6 @@ def _not_loadable(what: str, name: str, error: Exception) -> str:
         f"model.name={name}: the {what} cannot be loaded: {reason} "
         "Give a Hub id that this machine can reach, or a folder with the model. Weights must be "
         "safetensors unless model.allow_pickle=true, and a model that needs its own code needs "
-        "model.trust_remote_code=true."
+        "model.trust_remote_code=true. Where no hub can be reached: model=tiny, or "
+        "model=smollm2_135m after `make smollm2`."
     )

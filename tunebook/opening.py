@@ -34,7 +34,8 @@ def check_backend(config: RecipeConfig) -> None:
     Raises:
         ConfigError: names the setting and what the backend can do.
     """
-    can = build_backend(config).capabilities
+    backend = build_backend(config)
+    can = backend.capabilities
     if config.lora is None and not can.full_weight:
         raise ConfigError("lora=null: this backend trains adapters only, not full weights")
     if config.optimizer.kind.value not in can.optimizers:
@@ -46,6 +47,8 @@ def check_backend(config: RecipeConfig) -> None:
         raise ConfigError(
             f"max_seq_len={config.max_seq_len}: the model takes at most {can.max_seq_len} tokens"
         )
+    start = None if config.resume is not None else starting_point(config.start_from)
+    backend.check(config.lora.to_lora() if config.lora else None, start)
     name = loss_name(build_function(config.loss, key="loss"))
     if can.losses is not None and name not in can.losses:
         raise ConfigError(

@@ -22,9 +22,9 @@ class MixedRows:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Positions of this source in one epoch, at least 1 where it has a row and a weight."""
+        """Positions in one epoch: rows times weight, halves rounded up, at least 1."""
         exact = Fraction(str(self.weight)) * len(self.indices)
-        return max(round(exact), 1) if exact > 0 else 0
+        return max(math.floor(exact + Fraction(1, 2)), 1) if exact > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

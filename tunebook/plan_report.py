@@ -25,7 +25,9 @@ def plan_text(plan: Mapping[str, Any], *, width: int = 100, unicode: bool = True
 
     Args:
         plan: a dict with
-            `recipe`, `name`, `model`, `backend`, `loss`: text;
+            `recipe`, `name`, `model`, `start_from`, `backend`, `loss`, `normalization`, `monitor`:
+            text;
+            `data`: names of the sources;
             `rows_read`, `rows_skipped`: counts over all sources;
             `train`, `eval`: {`rows`, `kept`, `truncated`, `dropped`: {reason: count}, `tokens`};
             `split`: {`rule`, `exact_duplicates_across`, `normalised_duplicates_across`};
@@ -57,8 +59,9 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     table = two_columns()
     head = " ".join(str(plan[key]) for key in ("recipe", "name") if plan.get(key))
     add_line(table, "plan", head)
-    for key in ("model", "backend", "loss"):
-        add_line(table, key, plan.get(key))
+    for key in ("model", "start_from", "backend", "loss", "normalization", "monitor"):
+        add_line(table, key.replace("_", " "), plan.get(key))
+    add_line(table, "data", ", ".join(map(str, plan.get("data") or [])))
     _add_rows(table, plan)
     _add_tokens(table, plan, unicode)
     _add_steps(table, plan)
@@ -108,8 +111,10 @@ def _add_tokens(table: Table, plan: Mapping[str, Any], unicode: bool) -> None:
         "supervised": plan.get("supervised_tokens"),
         "allowed": plan.get("max_seq_len"),
     }
-    figures = (("total", "in the train rows"), ("supervised", "supervised"), ("allowed", "a row"))
-    add_line(table, "tokens", _figures(tokens, figures))
+    parts = [_figures(tokens, (("total", "in the train rows"), ("supervised", "supervised")))]
+    if tokens["allowed"] is not None:
+        parts.append(f"at most {count_text(tokens['allowed'])} a row")
+    add_line(table, "tokens", ", ".join(part for part in parts if part))
     buckets = plan.get("token_histogram") or []
     most = max((bucket["count"] for bucket in buckets), default=0)
     labels = [f"{bucket['low']}-{bucket['high']}" for bucket in buckets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunebook.compose import as_dict
-from tunebook.config import RecipeConfig
+from tunebook.config import RecipeConfig, SFTConfig
 from tunebook.errors import ConfigError
+from tunebook.evaluate import Monitor
+from tunebook.models import model_fingerprint
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, make_plan
 from tunebook.preparation import PreparedRows
+from tunebook.runs import RunDir
 from tunebook.schedule import learning_rate_at, warmup_steps
 from tunebook.settings import make_schedule
 from tunebook.types import Datum, Workload
@@ -26,9 +30,11 @@ CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
     "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
-    "backend",
+    "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens",
 )  # fmt: skip
-"""Top-level keys that change nothing about what is trained on what."""
+"""Keys that change nothing about what is trained on what."""
+MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")
+"""Keys of the plan that do not touch the steps already made."""
 NOT_PART_OF_THE_DATA = ("path", "hub", "function", "revision", "subset", "split", "function_args")
 """Where rows come from; what they hold is in the fingerprint."""
 
@@ -72,12 +78,14 @@ def downgrades_for(config: RecipeConfig, *, has_eval: bool) -> tuple[str, ...]:
 
 
 def summarize(
+    recipe: str,
     config: RecipeConfig,
     rows: PreparedRows,
     plan: Plan,
     *,
     train_data: RenderedRows,
     eval_data: RenderedRows | None,
+    monitor: Monitor | None,
     downgrades: Sequence[str],
 ) -> dict[str, Any]:
     """What `plan.json` holds; `hash` covers everything that decides what is trained on what."""
@@ -87,19 +95,28 @@ def summarize(
         max(warmup_steps(plan.planned_steps, warmup=schedule.warmup), 1), plan.planned_steps
     )
     steps = sorted({*range(1, plan.planned_steps, stride), peak_at, plan.planned_steps})
+    settings = _without(as_dict(config), NOT_PART_OF_THE_PLAN)
+    fingerprints = {
+        "settings": _hash(_without(settings, MAY_CHANGE_ON_RESUME)),
+        "rows": _hash([[row.content_hash for row in side] for side in (rows.train, rows.eval)]),
+        "tokens": _hash([_digest(train_data), _digest(eval_data)]),
+    }
     content = {
-        "config": _hashed_config(config),
-        "train": [row.content_hash for row in rows.train],
-        "eval": [row.content_hash for row in rows.eval],
-        "train_tokens": _digest(train_data),
-        "eval_tokens": _digest(eval_data),
+        "settings": settings,
+        "fingerprints": fingerprints,
+        "model": model_fingerprint(config.model.name, revision=config.model.revision),
         "planned_steps": plan.planned_steps,
     }
     supervised = np.asarray(train_data.supervised)
     saves_at = checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
     return {
+        "recipe": recipe,
         "name": config.name,
         "model": config.model.name,
+        "backend": str(config.backend.get("_target_", "")).rpartition(".")[2],
+        "loss": str(config.loss.get("_target_", "")),
+        "data": [source["name"] for source in rows.manifest["sources"]],
+        "start_from": config.start_from,
         "rows_read": rows.manifest["rows_read"],
         "rows_skipped": rows.manifest["rows_skipped"],
         "train": _side(len(rows.train), train_data),
@@ -120,10 +137,17 @@ def summarize(
         "learning_rate": [learning_rate_at(step, plan.planned_steps, schedule) for step in steps],
         "warmup_steps": warmup_steps(plan.planned_steps, warmup=schedule.warmup),
         "lora": as_dict(config)["lora"],
+        "normalization": _normalization(config),
+        "monitor": None if monitor is None else _monitor_text(monitor),
         "downgrades": list(downgrades),
         "notes": train_data.report.notes,
-        "warnings": [*rows.warnings, *train_data.report.warnings],
-        "hash": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16],
+        "warnings": [
+            *rows.warnings,
+            *train_data.report.warnings,
+            *(f"eval: {each}" for each in (eval_data.report.warnings if eval_data else [])),
+        ],
+        "fingerprints": fingerprints,
+        "hash": _hash(content),
     }
 
 
@@ -138,6 +162,36 @@ def check_plan_hash(config: RecipeConfig, summary: dict[str, Any]) -> None:
             f"plan.hash={config.plan.hash}: the plan is now {summary['hash']}; the rows, their "
             "tokens or a setting have changed. Look at it with dry_run=true, then use the new hash"
         )
+
+
+def check_resumed(config: RecipeConfig, summary: dict[str, Any]) -> list[str]:
+    """What a person should know before a run goes on; empty for a new run.
+
+    Raises:
+        ConfigError: what the run was trained with so far is no longer what it would go on with.
+    """
+    if config.resume is None:
+        return []
+    before = RunDir.open(config.resume).read_plan()
+    causes = {
+        "settings": "config.yaml in it was edited",
+        "rows": "the rows in data/ were changed",
+        "tokens": "the rows render to other tokens than before, because the chat template, the "
+        "tokenizer or a package has changed and the tokens in data/ are gone",
+    }
+    for part, cause in causes.items():
+        if before["fingerprints"][part] != summary["fingerprints"][part]:
+            raise ConfigError(
+                f"resume={config.resume}: the run cannot go on exactly: {cause}. Put it back as it "
+                f"was, or begin a new run from its weights with start_from={config.resume}"
+            )
+    if before["planned_steps"] == summary["planned_steps"]:
+        return []
+    return [
+        f"the plan now has {summary['planned_steps']} steps instead of {before['planned_steps']}: "
+        "the learning rate of the steps to come is that of the new plan, so it may jump where the "
+        "run goes on"
+    ]
 
 
 def workload_for(
@@ -187,23 +241,41 @@ def _side(num_rows: int, data: RenderedRows | None) -> dict[str, Any]:
 
 def _histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     """Rows by length: buckets from `low` to `high` tokens, both included."""
-    longest = int(lengths.max(initial=1))
-    width = max(-(-longest // HISTOGRAM_BUCKETS), 1)
+    shortest, longest = int(lengths.min(initial=1 << 30)), int(lengths.max(initial=1))
+    width = max(-(-(longest - shortest + 1) // HISTOGRAM_BUCKETS), 1)
     buckets = []
-    for low in range(1, longest + 1, width):
+    for low in range(shortest, longest + 1, width):
         high = min(low + width - 1, longest)
         count = int(((lengths >= low) & (lengths <= high)).sum())
         buckets.append({"low": low, "high": high, "count": count})
     return buckets
 
 
-def _hashed_config(config: RecipeConfig) -> dict[str, Any]:
-    values = as_dict(config)
-    for key in NOT_PART_OF_THE_PLAN:
-        values.pop(key, None)
-    for key in ("hash", "probe"):
-        values["plan"].pop(key)
-    for source in (values["data"], values["data"]["eval"], *values["data"]["sources"]):
-        for key in NOT_PART_OF_THE_DATA:
-            source.pop(key)
-    return values
+def _monitor_text(monitor: Monitor) -> str:
+    return f"{monitor.metric}, the {'lowest' if monitor.lower_is_better else 'highest'} is the best"
+
+
+def _normalization(config: RecipeConfig) -> str | None:
+    if not isinstance(config, SFTConfig):
+        return None
+    horizon = config.normalization.horizon
+    return config.normalization.kind.value + (f" over {horizon} tokens" if horizon else "")
+
+
+def _without(settings: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """A copy of nested settings that lacks some dotted keys, and where the rows are."""
+    found = copy.deepcopy(settings)
+    for key in keys:
+        *sections, leaf = key.split(".")
+        section = found
+        for name in sections:
+            section = section.get(name) or {}
+        section.pop(leaf, None)
+    for source in (found["data"], found["data"]["eval"], *found["data"]["sources"]):
+        for name in NOT_PART_OF_THE_DATA:
+            source.pop(name, None)
+    return found
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

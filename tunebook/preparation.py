@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config import RecipeConfig
 from tunebook.data.duplicates import cross_split_duplicates
-from tunebook.data.ledger import dataset_key, read_ledger, write_ledger
+from tunebook.data.ledger import dataset_key, ledger_path, read_ledger, write_ledger
 from tunebook.data.load import load_eval_rows, load_rows
-from tunebook.data.rows import Kind, Row, SourceInfo
+from tunebook.data.rows import Kind, Row, SourceInfo, content_hash
 from tunebook.data.snapshot import read_snapshot, write_snapshot
 from tunebook.errors import ConfigError, RunError
 from tunebook.models import load_tokenizer, tunebook_home
 from tunebook.runs import RunDir
+from tunebook.runs.redaction import contains_secret
 from tunebook.split import RowIdentity, Side, eval_row_count, split_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tunebook.render import RenderedRows
+
+
+SEPARATE = "rows of data.eval"
+"""The split rule of a run whose eval rows come from a source of their own."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,20 @@ class PreparedRows:
     split: dict[str, Any]
     """What `split.json` holds."""
     warnings: tuple[str, ...]
-    ledger: tuple[str, Mapping[str, Side]] | None
-    """Key of the split ledger and the assignments to remember; None = nothing was held out."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Train rows divided into two sides."""
+
+    train: list[Row]
+    eval: list[Row]
+    wanted: int
+    """Rows that the settings ask to hold out."""
+    remembered: int
+    """Rows whose side an earlier run over the dataset decided."""
+    ledger: Path
+    """Where that is remembered."""
 
 
 def prepare_rows(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
@@ -51,19 +69,26 @@ def prepare_rows(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
     Raises:
         ConfigError, DataError: as `load_rows`; also when the split leaves nothing to train on.
     """
+    if contains_secret(config.data.system_prompt or "", os.environ):
+        raise ConfigError(
+            "data.system_prompt holds the value of a secret environment variable, or a key. It "
+            "would be trained into the model and stand in every row of the run's data; take it out"
+        )
     loaded = load_rows(config.data, kind=kind, unsized_limit=_unsized_limit(config))
     held_out = load_eval_rows(config.data, kind=kind)
     warnings = list(loaded.warnings)
     problems = [asdict(problem) for problem in loaded.problems]
-    ledger = None
     if held_out is not None:
         train, evaluation = loaded.rows, held_out.rows
         warnings += [f"data.eval: {warning}" for warning in held_out.warnings]
         problems += [asdict(problem) for problem in held_out.problems]
-        rule = "data.eval"
+        rule = SEPARATE
     else:
-        train, evaluation, ledger = _hold_out(loaded.rows, config)
-        rule = _split_rule(config)
+        held = _hold_out(loaded.rows, config)
+        train, evaluation = held.train, held.eval
+        rule = _split_rule(config, held)
+        if not evaluation and config.eval.fraction > 0:
+            warnings.append(_why_no_eval(config, held))
     if not train:
         raise ConfigError(
             f"{len(loaded.rows)} usable rows, of which {len(evaluation)} are held out: nothing is "
@@ -91,7 +116,6 @@ def prepare_rows(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
             "normalised_duplicates_across": len(duplicates.normalised),
         },
         warnings=tuple(warnings),
-        ledger=ledger,
     )
 
 
@@ -113,7 +137,6 @@ def rows_of_run(directory: Path, *, split: Mapping[str, Any]) -> PreparedRows:
         manifest=snapshot.manifest,
         split=dict(split),
         warnings=tuple(snapshot.manifest["warnings"]),
-        ledger=None,
     )
 
 
@@ -145,22 +168,28 @@ def tokenizer_for(config: RecipeConfig) -> PreTrainedTokenizerBase:
 
 
 def render_side(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: RecipeConfig, *, what: str
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: RecipeConfig, *, side: Side
 ) -> RenderedRows | None:
     """The data of one side of the split, from the cache if it was rendered before; None if empty.
+
+    A run that goes on takes the tokens that it froze, whatever became of template and tokenizer.
 
     Args:
         rows: of that side.
         tokenizer: of the model.
         config: masks and policies.
-        what: the side, for the progress bar.
+        side: of the split.
     """
     from tunebook.display import counting
-    from tunebook.render import render_rows
+    from tunebook.render import read_frozen, render_rows
 
     if not rows:
         return None
-    with counting(f"rendering {what} rows") as progress:
+    if config.resume is not None:
+        frozen = read_frozen(frozen_tokens(RunDir.open(config.resume), side), rows)
+        if frozen is not None:
+            return frozen
+    with counting(f"rendering {side} rows") as progress:
         return render_rows(
             rows,
             tokenizer,
@@ -174,26 +203,49 @@ def render_side(
         )
 
 
-def freeze_rows(rows: PreparedRows, directory: Path) -> str:
-    """Remembers the split of a new run and writes its snapshot; returns the data's fingerprint.
+def frozen_tokens(run: RunDir, side: Side) -> Path:
+    """Where a run keeps the rendered data of one side."""
+    return run.data_dir / "tokens" / side.value
+
+
+def freeze(
+    rows: PreparedRows, run: RunDir, *, train_data: RenderedRows, eval_data: RenderedRows | None
+) -> str:
+    """Writes rows and tokens into a new run; returns the fingerprint of the rows."""
+    from tunebook.render import link_rendered
+
+    fingerprint = write_snapshot(
+        run.data_dir, train=rows.train, eval=rows.eval, manifest=rows.manifest
+    )
+    link_rendered(train_data, frozen_tokens(run, Side.train))
+    if eval_data is not None:
+        link_rendered(eval_data, frozen_tokens(run, Side.eval))
+    return fingerprint
+
+
+def remember_split(rows: PreparedRows, config: RecipeConfig) -> None:
+    """Makes the split of a run that is about to train that of every later run over its dataset.
 
     Raises:
-        RunError: another run over the dataset fixed its split otherwise in the meantime.
+        RunError: another run has fixed it otherwise in the meantime.
     """
-    if rows.ledger is not None:
-        key, assignments = rows.ledger
-        merged = write_ledger(key, assignments)
-        if any(merged[name] != side for name, side in assignments.items()):
-            raise RunError(
-                "Another run over this dataset has fixed the split while this one was prepared, "
-                "with other rows. Start this run again; it will use the split that is remembered"
-            )
-    return write_snapshot(directory, train=rows.train, eval=rows.eval, manifest=rows.manifest)
+    if not rows.eval or rows.split["rule"] == SEPARATE:
+        return
+    assignments: dict[str, Side] = {}
+    for side, side_rows in ((Side.train, rows.train), (Side.eval, rows.eval)):
+        for row in side_rows:
+            identity = _identity(row, config)
+            assignments |= {identity.key: side, identity.content: side}
+    merged = write_ledger(_ledger_key(config), assignments)
+    moved = [row for row in rows.eval if merged[_identity(row, config).key] != Side.eval]
+    if moved:
+        raise RunError(
+            f"Another run over this dataset has fixed the split meanwhile, with {len(moved)} of "
+            "these eval rows on the training side. Prepare this run again; it will use that split"
+        )
 
 
-def _hold_out(
-    rows: Sequence[Row], config: RecipeConfig
-) -> tuple[list[Row], list[Row], tuple[str, Mapping[str, Side]]]:
+def _hold_out(rows: Sequence[Row], config: RecipeConfig) -> HeldOut:
     settings = config.eval
     num_eval = eval_row_count(
         len(rows),
@@ -201,23 +253,31 @@ def _hold_out(
         min_rows=settings.min_rows,
         max_rows=settings.max_rows,
     )
-    key = dataset_key(
+    key = _ledger_key(config)
+    identities = [_identity(row, config) for row in rows]
+    remembered = {name: Side(side) for name, side in read_ledger(key).items()}
+    split = split_rows(identities, num_eval=num_eval, remembered=remembered)
+    return HeldOut(
+        train=[rows[index] for index in split.train],
+        eval=[rows[index] for index in split.eval],
+        wanted=num_eval,
+        remembered=sum(row.key in remembered for row in identities),
+        ledger=ledger_path(key),
+    )
+
+
+def _ledger_key(config: RecipeConfig) -> str:
+    settings = config.eval
+    return dataset_key(
         config.data,
         fraction=settings.fraction,
         min_rows=settings.min_rows,
         max_rows=settings.max_rows,
     )
-    split = split_rows(
-        [_identity(row, config) for row in rows],
-        num_eval=num_eval,
-        remembered={name: Side(side) for name, side in read_ledger(key).items()},
-    )
-    train = [rows[index] for index in split.train]
-    return train, [rows[index] for index in split.eval], (key, split.assignments)
 
 
 def _identity(row: Row, config: RecipeConfig) -> RowIdentity:
-    content = f"content:{row.content_hash}"
+    content = f"content:{_text_hash(row)}"
     if row.group is not None:
         return RowIdentity(f"group:{row.group}", content)
     if config.data.id_column is not None:
@@ -225,12 +285,51 @@ def _identity(row: Row, config: RecipeConfig) -> RowIdentity:
     return RowIdentity(content, content)
 
 
-def _split_rule(config: RecipeConfig) -> str:
+def _text_hash(row: Row) -> str:
+    """The row's content hash without what is trained of it: the same text gives the answer away."""
+    turns = (row.messages, row.chosen, row.rejected)
+    if not any("trained" in turn for side in turns for turn in side):
+        return row.content_hash
+    messages, chosen, rejected = (
+        [{key: value for key, value in turn.items() if key != "trained"} for turn in side]
+        for side in turns
+    )
+    return content_hash(
+        kind=row.kind,
+        messages=messages,
+        chosen=chosen,
+        rejected=rejected,
+        num_prompt=row.num_prompt,
+        plain=row.plain,
+        tools=row.tools,
+        answer_columns={},
+    )
+
+
+def _split_rule(config: RecipeConfig, held: HeldOut) -> str:
+    if config.eval.fraction == 0:
+        return "nothing is held out (eval.fraction=0)"
     by = config.data.group_column or config.data.id_column or "content"
+    kept = ""
+    if held.remembered:
+        kept = (
+            f"; {held.remembered} rows keep the side that an earlier run over this dataset gave "
+            f"them ({held.ledger})"
+        )
+    share = f"eval.fraction={config.eval.fraction:g}"
+    return f"{len(held.eval)} rows held out by a hash of their {by} ({share}){kept}"
+
+
+def _why_no_eval(config: RecipeConfig, held: HeldOut) -> str:
     settings = config.eval
+    share = f"{settings.fraction:g} of {len(held.train)} rows"
+    if held.wanted == 0:
+        reason = f"{share} is less than eval.min_rows={settings.min_rows}"
+    else:
+        reason = "rows that belong together are too many for the share that is held out"
     return (
-        f"lowest keyed hash of {by}: {settings.fraction:g} of the rows, none below "
-        f"{settings.min_rows}, at most {settings.max_rows}"
+        f"no eval rows: {reason}. Nothing is evaluated, and the last checkpoint becomes the model. "
+        "Lower eval.min_rows, raise eval.fraction, or name eval rows with data.eval.path"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tunebook.backends.base import Session
 from tunebook.config import RecipeConfig
+from tunebook.display import tunebook_command
 from tunebook.errors import ConfigError, NonFiniteError
 from tunebook.evaluate import Monitor
 from tunebook.plan import Plan
@@ -15,6 +17,7 @@ from tunebook.runs import (
     Checkpoint,
     Evaluation,
     RunDir,
+    RunState,
     StopReason,
     best_checkpoint,
     checkpoints_to_discard,
@@ -23,6 +26,8 @@ from tunebook.runs import (
 from tunebook.stopping import Evaluation as MonitorValue
 from tunebook.stopping import best_evaluation, should_stop
 from tunebook.types import CheckpointRef, Metrics
+
+LOG = logging.getLogger("tunebook")
 
 
 class CheckpointBook:
@@ -96,12 +101,19 @@ class CheckpointBook:
         if best is None and self.history:
             assert self.monitor is not None
             raise NonFiniteError(
-                f"{self.monitor.metric} was NaN at every evaluation, so no checkpoint is the best "
+                f"{self.monitor.metric} was never a finite number, so no checkpoint is the best "
                 "and none is promoted. Lower optimizer.learning_rate, and look at the rows with "
-                "`tunebook inspect`"
+                f"`{tunebook_command()} inspect`"
             )
         chosen = best or newest_checkpoint(checkpoints)
         assert chosen is not None, "a run is promoted after its last save"
+        if self.best_step is not None and chosen.step != self.best_step:
+            self.run.event("best_checkpoint_missing", best=self.best_step, promoted=chosen.step)
+            self.run.add_downgrade("promotion:next_best:best_checkpoint_missing")
+            LOG.warning(
+                "%s: the checkpoint of the best step %d is gone; the model is that of step %d",
+                self.run.path, self.best_step, chosen.step,
+            )  # fmt: skip
         return chosen
 
     def promote(self, session: Session, chosen: Checkpoint) -> None:
@@ -142,6 +154,8 @@ def check_can_go_on(config: RecipeConfig, plan: Plan, monitor: Monitor) -> None:
     run = RunDir.open(config.resume)
     newest = newest_checkpoint(run.checkpoints())
     done = newest.step if newest else 0
+    if run.record.state is not RunState.SUCCEEDED:
+        return  # also when all steps are made: what was interrupted may be the promotion
     if done >= plan.planned_steps:
         raise ConfigError(
             f"resume={config.resume}: all {plan.planned_steps} planned steps are made, so there is "

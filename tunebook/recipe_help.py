@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
-from tunebook.compose import SCHEMAS, register_schemas
+from tunebook.compose import register_schemas
+from tunebook.composition_errors import SCHEMAS
 from tunebook.key_suggestions import schema_fields
 
 

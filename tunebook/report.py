@@ -14,13 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.curves import curve_of_run, loss_curve, plot_curves
-from tunebook.display import can_draw, duration_text
+from tunebook.display import (
+    can_draw,
+    duration_text,
+    script_command,
+    short_path,
+    tunebook_command,
+)
 from tunebook.plan_report import downgrade_text, plan_text, render_plan
 from tunebook.runs.directory import RunDir
 from tunebook.runs.files import without_surrogates
 from tunebook.runs.listing import shown_state
-from tunebook.runs.record import Evaluation, RunRecord, RunState, StopReason
-from tunebook.text_tables import add_line, as_text, print_table, two_columns
+from tunebook.runs.record import Evaluation, Preparation, RunRecord, RunState, StopReason
+from tunebook.text_tables import LABEL_WIDTH, add_line, as_text, print_table, two_columns
 
 __all__ = [
     "curve_of_run",
@@ -34,7 +40,9 @@ __all__ = [
     "summary_text",
 ]
 
-MAX_SAMPLE_CHARACTERS = 400
+MAX_SAMPLE_CHARACTERS = 200
+FEWEST_CURVE_STEPS = 4
+"""Steps of a run below which its numbers say more than a drawing of them."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -47,9 +55,10 @@ def summary_text(run: RunDir, *, width: int = 100) -> str:
 
 
 def render_summary(console: Console, run: RunDir) -> None:
-    """Prints the summary of a run under its loss curve."""
+    """Prints the summary of a run under its loss curve, which takes more than a few steps."""
     rows = run.metrics()
-    if any("train/loss" in row or "eval/loss" in row for row in rows):
+    drawn = [row for row in rows if "train/loss" in row or "eval/loss" in row]
+    if len(drawn) >= FEWEST_CURVE_STEPS:
         width = min(console.width, 76)
         console.print(Text(curve_of_run(rows, width=width, unicode=can_draw(console))))
         console.print()
@@ -124,35 +133,41 @@ def _summary_table(run: RunDir) -> Table:
 
 def _places(run: RunDir) -> list[str]:
     """Lines of where things lie and what to do next."""
-    lines = [f"model       {_short(run.model_dir)}"] if run.record.model_available else []
-    lines.append(f"folder      {_short(run.path)}")
+    places = [("model", run.model_dir)] if run.record.model_available else []
+    places += [("folder", run.path), *(("W&B files", one) for one in _offline_wandb(run))]
+    lines = [f"{label:<{LABEL_WIDTH}}  {short_path(path)}" for label, path in places]
     for label, command in next_commands(run):
         lines += ["", f"To {label}:", f"  {command}"]
     return lines
 
 
-def _short(path: Path) -> str:
-    """The path from where the person stands, if it lies below; else the whole path."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+def _offline_wandb(run: RunDir) -> list[Path]:
+    """Folders of what W&B kept here for lack of a connection, one an attempt."""
+    return sorted((run.path / "wandb").glob("offline-run-*"))
 
 
 def next_commands(run: RunDir) -> list[tuple[str, str]]:
     """What a person can do next with a run, each with the exact command or code."""
     record = run.record
     commands: list[tuple[str, str]] = []
-    resume = f"tunebook {record.recipe} {_override('resume', _short(run.path))}"
+    resume = f"{tunebook_command()} {record.recipe} {_override('resume', short_path(run.path))}"
     has_config = (run.path / "config.yaml").is_file()
     config = run.read_config() if has_config else {}
     if record.state is RunState.SUCCEEDED:
         commands.append(("train further", f"{resume} {_longer(config.get('plan') or {})}"))
-    elif record.state is not RunState.PENDING and run.checkpoints():
+    elif record.state is RunState.PENDING:
+        if record.preparation is Preparation.VERIFIED:
+            commands.append(("start it", resume))
+    elif run.checkpoints():
         commands.append(("go on from the last checkpoint", resume))
     if record.model_available:
         commands.append(("use the model in Python", _loading_code(run, config)))
-    commands.append(
-        ("see it again", f"tunebook runs show {shlex.quote(_short(run.path))}"),
-    )
+    if offline := _offline_wandb(run):
+        folders = " ".join(shlex.quote(short_path(one)) for one in offline)
+        sync = script_command("wandb", module="wandb")
+        commands.append(("send it to W&B", f"{sync} sync {folders}"))
+    show = f"{tunebook_command()} runs show {shlex.quote(short_path(run.path))}"
+    commands.append(("see it again", show))
     return commands
 
 
@@ -172,7 +187,7 @@ def _longer(plan: Mapping[str, Any]) -> str:
 
 
 def _loading_code(run: RunDir, config: Mapping[str, Any]) -> str:
-    folder = _short(run.model_dir)
+    folder = short_path(run.model_dir)
     if not (run.model_dir / "adapter_config.json").is_file():
         return f"transformers.AutoModelForCausalLM.from_pretrained({folder!r})"
     return f"peft.AutoPeftModelForCausalLM.from_pretrained({folder!r})"

@@ -14,8 +14,8 @@ class Evaluation:
 
 
 def best_evaluation(history: Sequence[Evaluation], *, lower_is_better: bool) -> Evaluation | None:
-    """The best evaluation, the earliest among equals; NaN is never best, None if all are NaN."""
-    finite = [evaluation for evaluation in history if not math.isnan(evaluation.value)]
+    """The best evaluation, the earliest among equals; NaN and infinity never are."""
+    finite = [evaluation for evaluation in history if math.isfinite(evaluation.value)]
     sign = 1 if lower_is_better else -1
     return min(
         finite, key=lambda evaluation: (sign * evaluation.value, evaluation.step), default=None
@@ -27,15 +27,15 @@ def evaluations_without_improvement(
 ) -> int:
     """Evaluations since the monitor last improved by more than `min_delta`.
 
-    An equal value is no improvement, and NaN never is. The reference moves only when an improvement
-    counts, so many changes below `min_delta` in a row still add up to one.
+    An equal value is no improvement, and NaN or infinity never is. The reference moves only when an
+    improvement counts, so many changes below `min_delta` in a row still add up to one.
     """
     sign = 1 if lower_is_better else -1
     reference = math.inf
     waited = 0
     for evaluation in history:
         value = sign * evaluation.value
-        if value < reference - min_delta:  # False for NaN
+        if math.isfinite(value) and value < reference - min_delta:
             reference, waited = value, 0
         else:
             waited += 1

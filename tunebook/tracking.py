@@ -15,12 +15,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from tunebook.display import script_command
 from tunebook.errors import ConfigError
 from tunebook.runs.attempts import ending_of
 from tunebook.runs.directory import RunDir
 from tunebook.runs.metrics import as_number
 from tunebook.runs.record import STATE_OF_STOP_REASON, RunState, StopReason
-from tunebook.runs.redaction import redact, redact_config
+from tunebook.runs.redaction import redact, redact_config, redact_values
 
 QUEUE_SIZE = 10_000
 """Points that wait for a slow tracker; further ones are left out of it."""
@@ -249,18 +250,19 @@ class WandbTracker:
             if not _answers(wandb.setup().settings.base_url):
                 return
             reason = redact(" ".join(str(error).split()), os.environ).rstrip(".")
-            raise ConfigError(f"W&B refuses the login: {reason}. {_WANDB_HELP}") from error
+            raise ConfigError(f"W&B refuses the login: {reason}. {_wandb_help()}") from error
         if not found:
-            raise ConfigError(f"W&B has no login on this machine. {_WANDB_HELP}")
+            raise ConfigError(f"W&B has no login on this machine. {_wandb_help()}")
 
     def start(self, run: TrackedRun) -> None:
         """Begins the W&B run, or goes on with it when this is a later attempt."""
         wandb = _import_wandb()
+        public = redact_values(
+            {"project": self.project, "group": self.group, "tags": self.tags}, os.environ
+        )
         self._run = wandb.init(
-            project=self.project,
+            **public,
             entity=self.entity,
-            group=self.group,
-            tags=self.tags,
             job_type=run.recipe,
             name=run.name,
             id=run.tracker_id,
@@ -295,10 +297,12 @@ class WandbTracker:
         self._run.finish(exit_code=0 if succeeded else 1)
 
 
-_WANDB_HELP = (
-    "Set WANDB_API_KEY or run `wandb login`; or go without a login by tracker.mode=offline, or "
-    "without W&B by tracker=none."
-)
+def _wandb_help() -> str:
+    wandb = script_command("wandb", module="wandb")
+    return (
+        f"Set WANDB_API_KEY or run `{wandb} login`; or go without a login by "
+        "tracker.mode=offline, or without W&B by tracker=none."
+    )
 
 
 def _answers(url: str) -> bool:

@@ -51,6 +51,8 @@ class LoraConfig:
     rank: int
     alpha: float
     dropout: float
+    """Share of adapter inputs zeroed while training. Masks are drawn per micro-batch, so on local
+    torch they change with `backend.micro_batch_tokens`."""
     target_modules: str | tuple[str, ...]
     """`all-linear` (every linear layer but the output head) or suffixes of module names."""
     seed: int

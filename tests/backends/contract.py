@@ -6,14 +6,14 @@ Parametrise a test over `CONTRACT` and call the check with a case for your backe
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tunebook.backends.base import Backend, LossFn, Session
-from tunebook.errors import BackendError, StaleGenerator
+from tunebook.errors import BackendError, CheckpointError, ConfigError, StaleGenerator
 from tunebook.types import AdamParams, Datum, LoraConfig, SamplingParams, StopReason
 
 
@@ -141,6 +141,22 @@ def weights_alone_start_at_step_0(case: Case) -> None:
     assert losses[1] != pytest.approx(expected[1], abs=case.tolerance)
 
 
+def a_start_is_checked_without_opening_anything(case: Case) -> None:
+    session = case.open()
+    case.train(session, 1)
+    ref = session.save("first").result()
+    session.close()
+    case.backend.check(case.lora, None)
+    case.backend.check(case.lora, ref)
+    if case.lora is not None:
+        with pytest.raises(ConfigError):
+            case.backend.check(replace(case.lora, rank=0), None)
+        with pytest.raises(CheckpointError):
+            case.backend.check(replace(case.lora, rank=2 * case.lora.rank), ref)
+    # Nothing is open under this name.
+    case.open()
+
+
 def a_generator_is_stale_after_the_next_publish(case: Case) -> None:
     if not case.backend.capabilities.has_generator:
         pytest.skip("this backend has no generator")
@@ -191,6 +207,7 @@ CONTRACT: list[Callable[[Case], None]] = [
     a_failure_makes_later_results_raise,
     a_restored_session_goes_on_exactly,
     weights_alone_start_at_step_0,
+    a_start_is_checked_without_opening_anything,
     a_generator_is_stale_after_the_next_publish,
     a_closed_session_takes_no_calls,
     sessions_do_not_touch_each_other,

@@ -1,7 +1,9 @@
 """Checkpoints: complete or ignored, exact to continue from, and only on what they were made for."""
 
 import dataclasses
+import hashlib
 import json
+import os
 import resource
 import shutil
 import signal
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 from loss_fns.cross_entropy import cross_entropy
 from tests.backends.test_local_training import parameters_of
 from tests.backends.tiny import make_adam, make_data, make_lora, make_muon
-from tunebook.backends.local import checkpoint
+from tunebook.backends.local import LocalBackend, checkpoint
 from tunebook.errors import BackendError, CheckpointError, NonFiniteError
 from tunebook.types import CheckpointRef
 
@@ -108,12 +110,17 @@ def test_an_incomplete_checkpoint_is_refused(open_backend, tmp_path) -> None:
 
     cases = {
         "not a complete checkpoint": lambda folder: (folder / "state.json").unlink(),
-        "cannot be read": lambda folder: (folder / "adapter.safetensors").unlink(),
-        "optimizer.safetensors: cannot be read": lambda folder: (
+        "adapter.safetensors: cannot be read": lambda folder: (
+            folder / "adapter.safetensors"
+        ).unlink(),
+        "optimizer.safetensors: damaged or changed": lambda folder: (
             folder / "optimizer.safetensors"
         ).write_bytes(b"short"),
         "not readable as JSON": lambda folder: (folder / "state.json").write_text("{"),
-        "written by another version": lambda folder: (folder / "state.json").write_text("{}"),
+        "written by another version": lambda folder: (folder / "state.json").write_text("[]"),
+        r"not what a checkpoint holds: KeyError\('lora'\)": lambda folder: (
+            folder / "state.json"
+        ).write_text('{"format": 2}'),
         "no such checkpoint folder": shutil.rmtree,
     }
     for number, (message, change) in enumerate(cases.items()):
@@ -191,7 +198,7 @@ def test_saving_between_gradient_and_step_is_refused(open_backend, tmp_path) -> 
         session.save("here").result()
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b"])
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".a.0123abcd.tmp"])
 def test_a_name_is_one_folder(open_backend, tmp_path, name: str) -> None:
     session = open_backend().open_session("a", make_lora(), directory=tmp_path / "deep")
     with pytest.raises(BackendError, match="one folder name"):
@@ -208,9 +215,8 @@ def test_a_nan_is_never_saved_or_exported(open_backend, tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     tensors = load_file(ref.path / "adapter.safetensors")
     tensors["model.layers.0.mlp.up_proj.lora_B"][0, 0] = torch.inf
-    from safetensors.torch import save_file
-
-    save_file(tensors, ref.path / "adapter.safetensors")
+    state = checkpoint.read_state(ref.path)
+    checkpoint.save_checkpoint(ref.path, weights=tensors, optimizer={}, state=state)
     with pytest.raises(NonFiniteError, match="refusing to export"):
         session.export(ref, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -263,6 +269,148 @@ session.save("here").result()
     assert done.returncode == 9, done.stderr
     (left,) = list(tmp_path.iterdir())
     assert left.name.startswith(".here.") and not (left / "state.json").exists()
+    LocalBackend(model=tiny.untied, device="cpu").open_session(
+        "a", make_lora(), directory=tmp_path
+    ).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_a_save_killed_while_it_replaces_loses_no_checkpoint(tiny, tmp_path, moment) -> None:
+    """Before the old folder moves, before the new one takes its place, before the old one goes."""
+    code = f"""
+import os, shutil
+from pathlib import Path
+from tests.backends.tiny import make_lora
+from tunebook.backends.local import LocalBackend
+session = LocalBackend(model={tiny.untied!r}, device="cpu").open_session(
+    "a", make_lora(), directory=Path({str(tmp_path)!r}))
+session.save("here").result()
+session.step = 7
+rename, calls = Path.rename, []
+def stopping(path, target):
+    calls.append(path)
+    if len(calls) == {{"before": 1, "between": 2}}.get({moment!r}):
+        os._exit(9)
+    return rename(path, target)
+Path.rename = stopping
+shutil.rmtree = lambda *args, **settings: os._exit(9)
+session.save("here").result()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=False)
+    assert done.returncode == 9, done.stderr
+    assert len(list(tmp_path.iterdir())) == 2
+    ref = CheckpointRef("here", str(tmp_path / "here"), True)
+    backend = LocalBackend(model=tiny.untied, device="cpu")
+    session = backend.open_session("a", make_lora(), directory=tmp_path, restore=ref)
+    assert session.step == (7 if moment == "after" else 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_cleaning_up_takes_only_what_saves_leave(tmp_path) -> None:
+    def folder(name: str, text: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(text)
+
+    for name in ("step_1", ".git", ".a.tmp", ".a.0123abc.tmp", "a.0123abcd.tmp", ".a.0123abcd"):
+        folder(name, name)
+    (tmp_path / ".file.0123abcd.tmp").write_text("a file")
+    (tmp_path / ".link.0123abcd.tmp").symlink_to(tmp_path / "step_1")
+    kept = {path.name for path in tmp_path.iterdir()}
+    folder(".step_1.0123abcd.tmp", "half")
+    folder(".step_1.0123abcd.tmp.old", "replaced")
+    folder(".step_2.0123abcd.tmp", "half")
+    folder(".step_2.0123abcd.tmp.old", "moved aside")
+    folder(".step_2.4567abcd.tmp.old", "moved aside before")
+    os.utime(tmp_path / ".step_2.4567abcd.tmp.old", (1, 1))
+    checkpoint.clean_up(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "step_2"}
+    assert (tmp_path / "step_1" / "text").read_text() == "step_1"
+    assert (tmp_path / "step_2" / "text").read_text() == "moved aside"
+    checkpoint.clean_up(tmp_path / "not there")
+
+
+def zero_the_tail(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-64] + bytes(64))
+
+
+@pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors"])
+def test_a_damaged_file_is_neither_restored_nor_exported(open_backend, tmp_path, file) -> None:
+    session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+    train(session, range(1))
+    ref = session.save("here").result()
+    state = json.loads((ref.path / "state.json").read_text())
+    assert state["digests"] == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in ref.path.glob("*.safetensors")
+    }
+    zero_the_tail(ref.path / file)
+    found = hashlib.sha256((ref.path / file).read_bytes()).hexdigest()
+    with pytest.raises(CheckpointError) as caught:
+        open_backend().open_session("b", make_lora(), directory=tmp_path, restore=ref)
+    assert str(caught.value) == (
+        f"{ref.path / file}: damaged or changed since it was saved (SHA-256 {found}, saved as "
+        f"{state['digests'][file]}); use another checkpoint"
+    )
+    if file == "adapter.safetensors":
+        with pytest.raises(CheckpointError, match="damaged or changed"):
+            session.export(ref, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    else:
+        # Weights alone are not affected.
+        open_backend().open_session(
+            "b", make_lora(), directory=tmp_path, restore=ref, with_optimizer=False
+        )
+
+
+NAME = "model.layers.1.mlp.up_proj.lora_B"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop(f"{NAME}.exp_avg"), f"{NAME}.exp_avg is missing"),
+        (lambda state: state.pop(f"{NAME}.step"), f"{NAME}.step is missing"),
+        (
+            lambda state: state.update({f"{NAME}.momentum_buffer": torch.zeros(1)}),
+            f"{NAME}.momentum_buffer belongs to nothing that is trained here",
+        ),
+        (
+            lambda state: state.update({f"{NAME}.exp_avg_sq": torch.zeros(4)}),
+            f"{NAME}.exp_avg_sq has shape (4,), this session needs (64, 4)",
+        ),
+    ],
+)
+def test_incomplete_optimizer_state_is_refused(open_backend, tmp_path, change, message) -> None:
+    """Also where the file is what was saved."""
+    session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+    train(session, range(1))
+    ref = session.save("here").result()
+    state = checkpoint.read_state(ref.path)
+    weights = checkpoint.read_weights(ref.path, state)
+    optimizer = checkpoint.read_optimizer(ref.path, state)
+    change(optimizer)
+    checkpoint.save_checkpoint(ref.path, weights=weights, optimizer=optimizer, state=state)
+    with pytest.raises(CheckpointError) as caught:
+        open_backend().open_session("b", make_lora(), directory=tmp_path, restore=ref)
+    file = ref.path / "optimizer.safetensors"
+    assert str(caught.value) == f"{file}: the optimizer state {message}"
+
+
+def test_a_parameter_that_no_step_has_reached_has_no_state(open_backend, tmp_path) -> None:
+    """As an expert that no token was sent to: it is named, and found without state again."""
+    session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+    session.forward_backward(STEP_DATA[0], cross_entropy).result()
+    session._weights.parameters[NAME].grad = None
+    session.optim_step(make_adam()).result()
+    ref = session.save("here").result()
+    assert json.loads((ref.path / "state.json").read_text())["untouched"] == [NAME]
+    again = open_backend().open_session("b", make_lora(), directory=tmp_path, restore=ref)
+    assert train(again, range(2)) == train(session, range(2))
+    for name, value in parameters_of(session).items():
+        assert torch.equal(parameters_of(again)[name], value), name
 
 
 def test_discard_deletes_own_checkpoints_only(open_backend, tmp_path) -> None:

@@ -400,6 +400,55 @@ def test_a_loss_without_gradient_is_an_error(open_backend, tmp_path) -> None:
         session.forward_backward(make_data(), loss).result()
 
 
+CONTRACT = (
+    "a loss must return `(loss, metrics)`: a scalar floating-point tensor, and a mapping of names, "
+    "other than 'loss', to scalars. Both are sums over the rows it was given"
+)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda loss: loss, "a tensor (float32, shape [])"),
+        (lambda loss: (loss,), "a tuple of 1"),
+        (lambda loss: [loss, {}], "a list of 2"),
+        (lambda loss: None, "None"),
+        (lambda loss: (loss[None], {}), "a tensor (float32, shape [1]) as its loss"),
+        (lambda loss: (loss.long(), {}), "a tensor (int64, shape []) as its loss"),
+        (lambda loss: (loss.item(), {}), "a float as its loss"),
+        (lambda loss: (loss, None), "None as its metrics"),
+        (lambda loss: (loss, loss), "a tensor (float32, shape []) as its metrics"),
+        (lambda loss: (loss, {"x": torch.zeros(2)}), "a tensor (float32, shape [2]) as its metric 'x'"),
+        (lambda loss: (loss, {"x": "1"}), "a str as its metric 'x'"),
+        (lambda loss: (loss, {"loss": loss}), "a tensor (float32, shape []) as its metric 'loss'"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_returns_something_else_is_told_what(
+    open_backend, tmp_path, returned, message
+) -> None:
+    def my_loss(logprobs, *, token_weights, scale):
+        return returned((logprobs * token_weights).sum() * scale)
+
+    session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        session.forward_backward(make_data(), functools.partial(my_loss, scale=2.0)).result()
+    assert str(caught.value) == f"loss 'my_loss' returned {message}; {CONTRACT}"
+
+
+def test_a_loss_may_have_another_dtype_and_plain_metrics(open_backend, tmp_path) -> None:
+    def double(logprobs, *, token_weights):
+        loss, metrics = cross_entropy(logprobs.double(), token_weights=token_weights)
+        return loss, {**metrics, "plain": 1, "with_gradient": loss, "one": torch.ones(1)}
+
+    session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+    expected = session.forward_backward(make_data(), cross_entropy).result()
+    found = session.forward_backward(make_data(), double).result()
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["with_gradient"] == found["loss"]
+    assert found["num_tokens"] == expected["num_tokens"] == 16
+    assert found["plain"] == found["one"] == 1
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [([1] * 300, "299 tokens, .* takes 256"), ([1, VOCAB_SIZE], "outside 0..127")],

@@ -370,14 +370,17 @@ def test_data_of_another_recipe(load):
         load(*pairs, on_bad_row=OnBadRow.skip)
     message = str(caught.value)
     assert "none of the 3 rows is for this recipe" in message
-    assert "recipes.dpo fits" in message and "data.columns={completion: chosen}" in message
-    with pytest.raises(DataError, match=r"recipes\.sft fits"):
+    assert (
+        "preference training such as DPO" in message
+        and "data.columns={completion: chosen}" in message
+    )
+    with pytest.raises(DataError, match=r"supervised fine-tuning \(recipes\.sft\)"):
         load({"prompt": "a", "completion": "b"}, kind=Kind.preference)
-    with pytest.raises(DataError, match=r"recipes\.grpo fits"):
+    with pytest.raises(DataError, match="rewards such as GRPO"):
         load({"prompt": "a", "answer": "b"})
-    with pytest.raises(DataError, match=r"recipes\.dpo fits"):
+    with pytest.raises(DataError, match="such as DPO"):
         load({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, kind=Kind.prompt)
-    with pytest.raises(ConfigError, match=r"data\.format=preference.*recipes\.dpo"):
+    with pytest.raises(ConfigError, match=r"data\.format=preference.*such as DPO"):
         load(*pairs, format=RowFormat.preference)
 
 
@@ -425,13 +428,22 @@ def test_all_rows_skipped_is_an_error(load):
     assert len(caught.value.problems) == 2
 
 
-def test_twenty_problems_are_listed_and_all_are_counted(load):
+def test_equal_problems_are_listed_once_and_all_are_counted(load):
     with pytest.raises(DataError) as caught:
         load(*[{"messages": []}] * 25, answer())
     message = str(caught.value)
-    assert "25 of 26 rows cannot be used" in message and "and 5 more" in message
-    assert "rows.jsonl:20: " in message and "rows.jsonl:21: " not in message
+    assert "25 of 26 rows cannot be used" in message
+    assert "rows.jsonl:3: " in message and "rows.jsonl:4: " not in message
+    assert "the same in line 4, 5, 6, 7, 8, 9, 10, 11, 12, 13 and 12 more" in message
     assert len(caught.value.problems) == 25
+
+
+def test_twenty_different_problems_are_listed(load):
+    with pytest.raises(DataError) as caught:
+        load(*[{"messages": [{"role": f"role{n}", "content": "x"}]} for n in range(25)])
+    message = str(caught.value)
+    assert "rows.jsonl:20: " in message and "rows.jsonl:21: " not in message
+    assert "and 5 more kinds of problems" in message
 
 
 def test_mask_all_may_train_on_text_without_an_answer(load):

@@ -22,13 +22,13 @@ def test_key_names_places_not_contents(tmp_path, monkeypatch, make_data):
     assert dataset_key(make_data("rows.jsonl"), **EXAM) == key
     assert dataset_key(make_data(f"{tmp_path}/./rows.jsonl"), **EXAM) == key
     same = {
-        "limit": 5,
         "columns": {"a": "b"},
         "system_prompt": "s",
         "on_bad_row": OnBadRow.skip,
         "weight": 2.0,
     }
     assert dataset_key(make_data(path, **same), **EXAM) == key
+    assert dataset_key(make_data(path, limit=5), **EXAM) != key
 
 
 def test_key_changes_with_the_exam(tmp_path, make_data):

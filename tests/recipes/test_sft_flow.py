@@ -4,13 +4,15 @@ A fake backend stands in for the computing, so every step can fail and every cal
 """
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
 from recipes import sft
 from tests.fakes import FakeBackend
 from tunebook.compose import compose
-from tunebook.errors import ConfigError, NonFiniteError
+from tunebook.errors import ConfigError, NonFiniteError, RunError
 from tunebook.launch import start_run
 from tunebook.runs import RunDir, RunState, StopReason
 
@@ -145,8 +147,10 @@ def test_stop_and_resume_sees_the_same_rows(configure, stop_after):
     assert [checkpoint.step for checkpoint in stopped.checkpoints()] == [stop_after]
 
     backend.with_optimizer.clear()
+    backend.calls.clear()
     _, run, reports = resume(run, backend)
     assert backend.with_optimizer[0] is True  # case 85
+    assert f"save step_{stop_after:06d}" not in backend.calls  # case 117
     assert backend.lineage == unbroken.lineage
     assert [report.step for report in reports] == list(range(stop_after + 1, 16))
     assert run.record.state is RunState.SUCCEEDED
@@ -234,7 +238,7 @@ def test_all_nan_is_a_failure(configure):
     """Case 45: a best checkpoint is wanted and there is none."""
     task = sft.prepare(configure(plan__checkpoint_every=1))
     run = start_run("sft", task)
-    with pytest.raises(NonFiniteError, match="NaN at every evaluation"):
+    with pytest.raises(NonFiniteError, match="never a finite number"):
         list(sft.train(task, FakeBackend(nll=float("nan")), run))
     record = RunDir.open(run.path).record
     assert record.state is RunState.FAILED
@@ -357,7 +361,9 @@ def test_start_from_takes_weights_only_and_begins_at_step_0(configure):
     _, first, _ = run_all(configure(), FakeBackend())
     checkpoint = first.checkpoints()[-1]
     backend = FakeBackend()
-    _, _, reports = run_all(configure(start_from=str(checkpoint.ref.path)), backend)
+    task = sft.prepare(configure())  # the local backend would refuse to begin from a fake's files
+    task = replace(task, config=replace(task.config, start_from=str(checkpoint.ref.path)))
+    reports = list(sft.train(task, backend, start_run("sft", task)))
     assert backend.with_optimizer[0] is False
     assert reports[0].step == 1
 
@@ -370,3 +376,140 @@ def test_a_second_writer_is_refused(configure):
     with pytest.raises(Exception, match="training this run"):
         next(sft.train(task, FakeBackend(), RunDir.open(run.path)))
     steps.close()
+
+
+def interrupt_promotion(backend, config):
+    """A run whose steps are all made and whose promotion fails."""
+    backend.fail_export = True
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    with pytest.raises(OSError, match="disk full"):
+        list(sft.train(task, backend, run))
+    backend.fail_export = False
+    return RunDir.open(run.path)
+
+
+@pytest.mark.parametrize("patience", [None, 2])
+def test_a_run_that_only_lacks_its_promotion_can_be_finished(configure, patience):
+    """A full disk at the end loses nothing: resume promotes, and trains no further step."""
+    backend = FakeBackend(nll=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    config = configure(15, plan__checkpoint_every=1, early_stopping__patience=patience)
+    run = interrupt_promotion(backend, config)
+    assert run.record.state is RunState.FAILED and not run.record.model_available
+    _, run, reports = resume(run, backend)
+    assert reports == []
+    assert run.record.state is RunState.SUCCEEDED and run.record.model_available
+    reason = StopReason.COMPLETED if patience is None else StopReason.EARLY_STOPPING
+    assert run.record.outcome.stop_reason is reason
+    assert run.record.outcome.steps == (6 if patience is None else 3)
+    assert (run.model_dir / "exported").read_text() == "step_000001"
+
+
+def snapshot_of(run):
+    return {
+        path.relative_to(run.path): path.read_bytes()
+        for path in sorted(run.path.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_refused_second_starter_changes_nothing(configure):
+    task = sft.prepare(configure(plan__checkpoint_every=1))
+    run = start_run("sft", task)
+    steps = sft.train(task, FakeBackend(), run)
+    next(steps)
+    before = snapshot_of(run)
+    second = sft.prepare(compose("sft", {"resume": str(run.path), "plan.epochs": 9}))
+    with pytest.raises(RunError, match="training this run"):
+        start_run("sft", second)
+    assert snapshot_of(run) == before
+    steps.close()
+
+
+def test_a_dry_run_of_a_resume_changes_nothing(configure, capsys):
+    _, run, _ = run_all(configure(), FakeBackend())
+    before = snapshot_of(run)
+    code = sft.main([f"resume={run.path}", "plan.epochs=4", "dry_run=true", "plan.probe=false"])
+    assert code == 0
+    assert "the run is as it was" in capsys.readouterr().out
+    assert snapshot_of(run) == before
+
+
+def stopped_after_one_step(config, backend):
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    steps = sft.train(task, backend, run)
+    next(steps)
+    steps.close()
+    return RunDir.open(run.path)
+
+
+def test_an_edited_config_is_refused(configure):
+    run = stopped_after_one_step(configure(), FakeBackend())
+    file = run.path / "config.yaml"
+    file.write_text(file.read_text().replace("learning_rate: 0.0002", "learning_rate: 0.02"))
+    with pytest.raises(ConfigError, match=r"config\.yaml in it was edited.*start_from"):
+        resume(run, FakeBackend())
+
+
+def test_a_resumed_run_trains_the_tokens_that_it_froze(configure, tmp_path):
+    """Another chat template, tokenizer or package afterwards cannot change what is trained."""
+    template = tmp_path / "template.jinja"
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    text += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template.write_text(text)
+    config = configure(model__chat_template=str(template), plan__checkpoint_every=1)
+    whole = FakeBackend()
+    run_all(config, whole)
+    backend = FakeBackend()
+    run = stopped_after_one_step(config, backend)
+    template.write_text(text.replace("<|im_start|>{{", "<|im_start|>the {{"))
+    resume(run, backend)
+    assert backend.lineage == whole.lineage
+
+
+def test_a_longer_plan_says_that_the_learning_rate_may_jump(configure):
+    _, run, _ = run_all(configure(), FakeBackend())
+    task = sft.prepare(compose("sft", {"resume": str(run.path), "plan.epochs": 3}))
+    assert any("12 steps instead of 4" in warning for warning in task.summary["warnings"])
+
+
+def test_a_lost_best_checkpoint_is_said(configure):
+    backend = FakeBackend(nll=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    run = interrupt_promotion(backend, configure(15, plan__checkpoint_every=1, checkpoints__keep=9))
+    shutil.rmtree(run.path / "checkpoints" / "step_000001")
+    _, run, _ = resume(run, backend)
+    assert run.record.outcome.downgrades == ["promotion:next_best:best_checkpoint_missing"]
+    assert (run.record.evaluation.best_step, run.record.evaluation.promoted_step) == (1, 2)
+
+
+def test_closing_after_the_last_step_is_no_cancellation(configure):
+    task = sft.prepare(configure())
+    run = start_run("sft", task)
+    steps = sft.train(task, FakeBackend(), run)
+    for report in steps:
+        if report.step == report.planned_steps:
+            steps.close()
+    assert RunDir.open(run.path).record.state is RunState.SUCCEEDED
+
+
+def test_a_run_is_named_by_its_number(configure, tmp_path):
+    run = stopped_after_one_step(configure(), FakeBackend())
+    runs_dir = str(tmp_path / "runs")
+    config = compose("sft", {"resume": "1", "runs_dir": runs_dir})
+    assert config.resume == str(run.path)
+    assert compose("sft", {"start_from": run.record.id, "runs_dir": runs_dir}).start_from == str(
+        run.path
+    )
+
+
+def test_what_start_from_names_is_looked_for_in_prepare(configure):
+    with pytest.raises(ConfigError, match="no such folder"):
+        sft.prepare(configure(start_from="nowhere"))
+
+
+def test_a_loss_parameter_that_is_a_column(configure):
+    with pytest.raises(ConfigError, match=r"loss\.token_weights is set"):
+        sft.prepare(configure(loss__token_weights=1.0))

@@ -71,6 +71,35 @@ OPENED_THINK = (
     "{% else %}{{ '<|user|>' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
 )
+# The same, and what follows </think> is printed as it stands.
+OPENED_THINK_AS_IS = OPENED_THINK.replace(".lstrip()", "")
+# Takes everything before the last </think> of an answer for reasoning, prints it behind the last
+# user message only, and knows no tools.
+CUTS_THINK = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "{% if m.role in ('user', 'system') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% elif m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
+    "{% set thought = m.reasoning_content or parts[:-1] | join | replace('<think>', '') %}"
+    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last %}"
+    "{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{% endif %}"
+    "{{ parts[-1].lstrip('\n') + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Marks what is generated, and cuts every answer but the last at </think>.
+MARKED_CUTS_THINK = CHATML_MARKED.replace(
+    "{{ m.content + '<|im_end|>' }}",
+    "{{ (m.content if loop.last else m.content.split('</think>')[-1].lstrip('\n'))"
+    " + '<|im_end|>' }}",
+)
+# Moves the system messages to the front.
+SYSTEM_FIRST = (
+    "{% for m in messages if m.role == 'system' %}{{ '<|system|>' + m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 # Nothing but words: no special token anywhere.
 WORDS = (
     "{% for m in messages %}{{ m.role.title() + ': ' + m.content + '\n' }}{% endfor %}"

@@ -20,6 +20,7 @@ from tunebook.runs import (
     StopReason,
     files,
     is_being_trained,
+    only_writer,
     shown_state,
 )
 from tunebook.runs.attempts import shielded, terminable
@@ -236,6 +237,45 @@ def test_a_killed_process_holds_nothing_and_its_attempt_is_expired(run: RunDir) 
     assert (first["state"], first["ended_at"]) == ("expired", None)
     assert (second["state"], second["resumed_from_step"]) == ("cancelled", 0)
     assert [event["seq"] for event in again.events()] == [1, 2, 3, 4]
+
+
+def test_the_only_writer_may_change_a_run_that_nobody_trains(run: RunDir) -> None:
+    other = RunDir.open(run.path)
+    run.write_config({"epochs": 1})
+    run.write_plan({"hash": "a"})
+    with only_writer(other):
+        assert other.record.plan_hash == "a"
+        other.amend_plan({"epochs": 2}, {"hash": "b"})
+        with pytest.raises(RunError, match="is training this run"), run.attempt(planned_steps=1):
+            pytest.fail("two writers")
+    with only_writer(run):
+        assert run.record.plan_hash == "b"
+        run.event("mine")
+    assert [one["seq"] for one in run.events()] == [1, 2, 3]
+    assert not is_being_trained(run.path)
+    process = hold(run)
+    try:
+        with pytest.raises(RunError, match=f"process {process.pid} on"), only_writer(other):
+            pytest.fail("two writers")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_downgrade_found_while_running_stays_on_every_way_out(run: RunDir) -> None:
+    with run.attempt(planned_steps=1, downgrades=["a:b:c"]):
+        run.add_downgrade("d:e:f")
+        run.add_downgrade("d:e:f")
+        run.finish(StopReason.COMPLETED, steps=1)
+    assert on_disk(run)["outcome"]["downgrades"] == ["a:b:c", "d:e:f"]
+    with pytest.raises(ValueError), run.attempt(planned_steps=1):
+        run.add_downgrade("g:h:i")
+        raise ValueError
+    assert on_disk(run)["outcome"]["downgrades"] == ["g:h:i"]
+    assert [one["token"] for one in run.events() if one["type"] == "downgraded"] == [
+        "d:e:f",
+        "g:h:i",
+    ]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])

@@ -207,7 +207,10 @@ def test_no_sentinel_key_reaches_any_file(tmp_path: Path, monkeypatch: pytest.Mo
     for name, value in SENTINELS.items():
         monkeypatch.setenv(name, value)
     everything = " ".join(SENTINELS.values())
-    run = RunDir.create(tmp_path, "sft", "x")
+    run = RunDir.create(tmp_path, "sft", f"x {everything}")
+    assert run.record.name is not None
+    for secret in SENTINELS.values():
+        assert secret not in f"{run.path.name} {run.record.name}"
     run.write_config({"backend": {"api_key": "plain-0005", "note": everything}})
     run.write_plan({"hash": "h", "warnings": [everything]})
     run.write_split({"rule": everything})

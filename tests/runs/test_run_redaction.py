@@ -2,7 +2,14 @@
 
 import pytest
 
-from tunebook.runs.redaction import REDACTED, redact, redact_config, redact_values, secrets_in
+from tunebook.runs.redaction import (
+    REDACTED,
+    contains_secret,
+    redact,
+    redact_config,
+    redact_values,
+    secrets_in,
+)
 
 SHA1 = "0123456789abcdef0123456789abcdef01234567"
 
@@ -44,6 +51,11 @@ def test_the_longer_of_two_nested_secrets_goes_first() -> None:
         "ghp_" + "a1B2" * 9,
         "AKIA" + "ABCD" * 4,
         "wandb_v1_" + "a1B2" * 8,
+        "sk-" + "a1B2" * 12,
+        "sk-" + "0a1b2c3d" * 4,
+        "sk-or-v1-" + "0a1b2c3d" * 8,
+        "sk-ant-api03-" + "a1B-2_" * 15,
+        "github_pat_" + "a1B2_" * 16,
     ],
 )
 def test_well_known_keys_are_recognised_by_shape(text: str) -> None:
@@ -66,10 +78,40 @@ def test_a_wandb_key_is_recognised_by_its_neighbours(text: str) -> None:
         "risk-management-for-beginners-2024",
         "half_precision_of_all_tokens",
         "b" * 64,
+        "models/sk-cs-translator-base-v1",
+        "models/sk-cs-Translator-Base-2024-with-a-long-name",
+        "sk-ant-colony-optimisation-of-2024-models",
+        "sk-SLOVAKTRANSLATORBASE2024",
+        "tml-a-very-long-model-name-2024",
+        "hf_models_of_2024/hf_internal_testing_tiny_random",
+        f"models--acme--wandb-token-monkey/snapshots/{SHA1}",
+        "the bearer certificates-of-deposit",
     ],
 )
 def test_commits_hashes_and_words_stay(text: str) -> None:
     assert redact(text, {}) == text
+
+
+def test_a_config_keeps_what_a_resume_needs() -> None:
+    environ = {"MY_TOKEN": "sentinel-value"}
+    config = {
+        "model": {"name": "models/sk-cs-translator-base-v1", "revision": SHA1},
+        "data": {"path": "a/sentinel-value/b", "system_prompt": "Bearer abc.def-123456 or so"},
+        "note": "hf_" + "a1B2" * 8,
+    }
+    assert redact_config(config, environ) == {
+        "model": {"name": "models/sk-cs-translator-base-v1", "revision": SHA1},
+        "data": {"path": f"a/{REDACTED}/b", "system_prompt": "Bearer abc.def-123456 or so"},
+        "note": REDACTED,
+    }
+
+
+def test_whether_a_text_could_not_stand_in_a_config() -> None:
+    environ = {"MY_TOKEN": "sentinel-value"}
+    assert contains_secret("You know sentinel-value.", environ)
+    assert contains_secret("Use hf_" + "a1B2" * 8, environ)
+    assert not contains_secret("You are the bearer of certificates-2024.", environ)
+    assert not contains_secret("", environ)
 
 
 def test_credentials_in_addresses_and_headers() -> None:

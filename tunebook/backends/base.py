@@ -148,6 +148,22 @@ class Backend(Protocol):
         """What the workload will take; creates nothing that lasts or bills."""
         ...
 
+    def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> None:
+        """Returns if an adapter can be trained on the model, and can begin from a checkpoint.
+
+        Loads no weights and opens nothing, so what needs weights to be seen is left to
+        `open_session`: another base of the same architecture, damaged files.
+
+        Args:
+            lora: the adapter; None = full weights.
+            start: what `open_session` is going to restore; None = nothing.
+
+        Raises:
+            ConfigError: the adapter does not fit the model, or the model cannot be trained.
+            CheckpointError: `start` is not there, or of another adapter.
+        """
+        ...
+
     def open_session(
         self,
         name: str,
@@ -162,7 +178,8 @@ class Backend(Protocol):
         Args:
             name: unique among the open sessions.
             lora: the adapter; None trains the full weights.
-            directory: where checkpoints go if this backend keeps them as files.
+            directory: where checkpoints go if this backend keeps them as files; what saves that
+                were cut short have left there is removed.
             restore: a checkpoint, or a PEFT adapter, to begin from.
             with_optimizer: restore optimizer state and step as well; False takes weights only.
         """

@@ -24,11 +24,11 @@ FORMATS_OF_KIND = {
     Kind.preference: (RowFormat.preference,),
     Kind.prompt: (RowFormat.prompt, RowFormat.messages),
 }
-RECIPE_OF_FORMAT = {
-    RowFormat.messages: "recipes.sft",
-    RowFormat.prompt_completion: "recipes.sft",
-    RowFormat.preference: "recipes.dpo",
-    RowFormat.prompt: "recipes.grpo",
+USE_OF_FORMAT = {
+    RowFormat.messages: "supervised fine-tuning (recipes.sft)",
+    RowFormat.prompt_completion: "supervised fine-tuning (recipes.sft)",
+    RowFormat.preference: "preference training such as DPO",
+    RowFormat.prompt: "training on rewards such as GRPO",
 }
 KNOWN_FORMATS = (
     "messages; prompt + completion; prompt + chosen + rejected; messages + samples; "
@@ -162,7 +162,7 @@ def _detect(values: dict[str, Any], kind: Kind, nulls: list[str]) -> RowFormat:
 def _wrong_kind(found: RowFormat, kind: Kind, values: dict[str, Any]) -> str:
     reason = (
         f"holds the columns {', '.join(sorted(values))}, which is {found} data; this recipe "
-        f"trains on {kind} rows. {RECIPE_OF_FORMAT[found]} fits"
+        f"trains on {kind} rows. Such rows are for {USE_OF_FORMAT[found]}"
     )
     if kind is Kind.conversation and found is RowFormat.preference and "chosen" in values:
         name = "completion" if "prompt" in values else "messages"

@@ -23,8 +23,9 @@ def dataset_key(data: DataConfig, *, fraction: float, min_rows: int, max_rows: i
 
     The same dataset is the same places (absolute paths, Hub ids, functions with their arguments),
     in any order and whatever they hold now, so that rows may be added. Another `id_column`,
-    `group_column`, fraction, minimum or maximum is another exam, with a ledger of its own. Limits,
-    weights, renames and revisions are not part of it.
+    `group_column`, fraction, minimum or maximum is another exam, with a ledger of its own; so is a
+    source cut short by `limit`, or a look at the first rows would decide the split of all. Weights,
+    renames and revisions are not part of it.
 
     Args:
         data: sources and the columns that identify a row.
@@ -35,7 +36,7 @@ def dataset_key(data: DataConfig, *, fraction: float, min_rows: int, max_rows: i
     Raises:
         ConfigError: sources that do not fit together.
     """
-    places = [source_identity(source) for _, source in sources_of(data)]
+    places = [{**source_identity(source), "limit": source.limit} for _, source in sources_of(data)]
     described = {
         "sources": sorted(json.dumps(place, sort_keys=True, default=str) for place in places),
         "identity": [data.id_column, data.group_column],

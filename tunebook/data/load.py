@@ -11,7 +11,7 @@ from tunebook.config import DataConfig, OnBadRow, RowFormat, SourceConfig
 from tunebook.data.duplicates import conflicting_ids, num_repeats
 from tunebook.data.formats import (
     FORMATS_OF_KIND,
-    RECIPE_OF_FORMAT,
+    USE_OF_FORMAT,
     num_system_messages,
     row_has_text,
     rows_of,
@@ -28,9 +28,8 @@ from tunebook.data.sources import (
     sources_of,
 )
 from tunebook.data.turns import Reading
-from tunebook.errors import ConfigError, DataError, EmptyDataError, NoTextError, RowProblem
+from tunebook.errors import ConfigError, DataError, EmptyDataError, NoTextError, RowProblem, listed
 
-NUM_LISTED = 20
 NUM_IDS_LISTED = 5
 
 
@@ -101,8 +100,8 @@ def _check_format(data: DataConfig, kind: Kind) -> None:
     if data.format is not RowFormat.auto and data.format not in allowed:
         raise ConfigError(
             f"data.format={data.format}: this recipe trains on {kind} rows, so the format is auto "
-            f"or {' or '.join(allowed)}. {RECIPE_OF_FORMAT[data.format]} trains on "
-            f"{data.format} rows."
+            f"or {' or '.join(allowed)}. {data.format} rows are for "
+            f"{USE_OF_FORMAT[data.format]}."
         )
 
 
@@ -231,13 +230,10 @@ def _joined(found: Sequence[_Source], data: DataConfig) -> LoadedRows:
 
 
 def _bad_rows(problems: Sequence[RowProblem], num_read: int) -> str:
-    lines = [f"  {problem}" for problem in problems[:NUM_LISTED]]
-    if len(problems) > NUM_LISTED:
-        lines.append(f"  and {len(problems) - NUM_LISTED} more")
     return "\n".join(
         [
             f"{len(problems)} of {num_read} rows cannot be used:",
-            *lines,
+            *listed(problems),
             "Repair these rows, or set data.on_bad_row=skip to train without them.",
         ]
     )

@@ -126,7 +126,7 @@ def read_source(
                 raise ConfigError(
                     f"{key}.function={source.function} returns rows without a length, so epochs "
                     "cannot be planned. Set plan.max_steps (and leave plan.epochs null), or take "
-                    f"a fixed number of rows with data.limit ({key}.limit)."
+                    f"a fixed number of rows with {key}.limit."
                 )
         rows = _read_items(source, items, key=key)
     return rows if limit is None else islice(rows, limit)

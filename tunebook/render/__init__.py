@@ -1,6 +1,12 @@
 """Rows to tokens with the model's own chat template, and a mask that says which carry loss."""
 
-from tunebook.render.cache import Rendered, RenderedRows, RenderReport
+from tunebook.render.cache import (
+    Rendered,
+    RenderedRows,
+    RenderReport,
+    link_rendered,
+    read_frozen,
+)
 from tunebook.render.prompts import RenderedPair, render_preference, render_prompt
 from tunebook.render.rows import render_rows
 
@@ -9,6 +15,8 @@ __all__ = [
     "Rendered",
     "RenderedPair",
     "RenderedRows",
+    "link_rendered",
+    "read_frozen",
     "render_preference",
     "render_prompt",
     "render_rows",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunebook.errors import RowProblem
+from tunebook.render.chat_template import DATE
 from tunebook.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from tunebook.data.rows import Row
 
-RENDERER_VERSION = 1
+RENDERER_VERSION = 2
 """Raised with every change that gives other tokens or another mask."""
 
 ARRAYS: dict[str, Any] = {
@@ -89,6 +90,9 @@ class RenderedRows:
         """`[num_data]` tokens that carry loss."""
         self._rows: IntArray = np.load(directory / "rows.npy")
         self._truncated: npt.NDArray[np.bool_] = np.load(directory / "truncated.npy")
+        sizes = {len(self.supervised), len(self._rows), len(self._truncated), report.num_data}
+        if sizes != {len(self.lengths)}:
+            raise ValueError(f"{directory}: its files hold {sorted(sizes)} data")
         self._starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         self._first_byte = {
             name: _first_byte(directory / f"{name}.npy", int(self._starts[-1]))
@@ -161,6 +165,8 @@ class Chunk:
     lost_data: int
     """Data left out of rows that keep others."""
     blank_answers: int
+    special_texts: list[tuple[int, str]]
+    """(row, text of a special token in one of its messages)"""
 
 
 class ArrayWriter:
@@ -235,13 +241,26 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     else:
         identity["vocabulary"] = sorted(tokenizer.get_vocab().items())
         identity["name"] = tokenizer.name_or_path
-    if "strftime_now" in str(template):
+    if DATE in str(template):
         identity["date"] = datetime.date.today().isoformat()
     return identity
 
 
-def read_rendered(directory: Path, rows: list[Row]) -> RenderedRows | None:
+def read_rendered(directory: Path, rows: Sequence[Row]) -> RenderedRows | None:
     """What an earlier call rendered, or None when it is not there or not whole."""
+    rendered = read_frozen(directory, rows)
+    if rendered is None and (directory / REPORT).is_file():
+        # A crash of the machine can leave files of any length; rendering again replaces them.
+        shutil.rmtree(directory, ignore_errors=True)
+    return rendered
+
+
+def read_frozen(directory: Path, rows: Sequence[Row]) -> RenderedRows | None:
+    """What `link_rendered` put in a folder, or None when it is not there, damaged or of other rows.
+
+    The folder is left as it is. That the rows are the ones it was made from is for the caller to
+    know: only their number is compared.
+    """
     path = directory / REPORT
     if not path.is_file():
         return None
@@ -251,11 +270,39 @@ def read_rendered(directory: Path, rows: list[Row]) -> RenderedRows | None:
             RowProblem(rows[row].file, rows[row].line, where, reason)
             for row, where, reason in values.pop("problems")
         ]
-        return RenderedRows(directory, RenderReport(problems=problems, **values))
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        # A crash of the machine can leave files of any length; rendering again replaces them.
-        shutil.rmtree(directory, ignore_errors=True)
+        report = RenderReport(problems=problems, **values)
+        rendered = RenderedRows(directory, report)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError):
         return None
+    return rendered if report.num_rows == len(rows) else None
+
+
+def link_rendered(rendered: RenderedRows, directory: Path) -> None:
+    """Makes `directory` a complete copy of the rendered files: hard links, or copies where the
+    file system cannot link.
+
+    It is there whole or not at all; a folder that stood there is replaced.
+    """
+    if directory.exists() and directory.samefile(rendered.directory):
+        return
+    new = new_directory(directory)
+    try:
+        for name in (*(f"{array}.npy" for array in ARRAYS), REPORT):
+            _link_or_copy(rendered.directory / name, new / name)
+        if directory.exists():
+            directory.rename(new / "replaced")
+            shutil.rmtree(new / "replaced")
+        new.rename(directory)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        # Another file system, or one without links. What else is wrong, copying says.
+        shutil.copyfile(source, target)
 
 
 def write_report(

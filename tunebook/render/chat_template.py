@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -23,7 +24,9 @@ Tools = list[dict[str, Any]] | None
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 INLINE = "inline"
 LOST = 1000
+REFUSED = 100 * LOST
 OPENED_THINK = re.compile(r"<think>\s*$")
+DATE = "strftime_now"
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -68,6 +71,10 @@ class Profile:
     escapes_arguments: bool
     """Either way, it prints them wrongly: as JSON text inside JSON text, or as a Python dict."""
     system_role: bool
+    tool_calls: bool
+    """It prints names and arguments of tool calls."""
+    tool_results: bool
+    """It prints what a tool returned."""
     markers: bool
     """Generation markers are there and agree with what token prefixes say."""
     notes: tuple[str, ...]
@@ -81,6 +88,11 @@ class ChatTemplate:
         self.codec = Codec(tokenizer)
         self.name = f"the chat template of {tokenizer.name_or_path or type(tokenizer).__name__}"
         self.profile = _profile(self)
+
+    @property
+    def prints_date(self) -> bool:
+        """Whether its text depends on the day."""
+        return DATE in str(self.tokenizer.chat_template)
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
         """The text of a conversation, exactly as the template prints it.
@@ -257,6 +269,8 @@ def _profile(template: ChatTemplate) -> Profile:
         string_arguments=lost[True] < lost[False],
         escapes_arguments=0 < min(lost.values()) < LOST,
         system_role=_shows_system(template),
+        tool_calls=min(lost.values()) < LOST or min(lost.values()) == REFUSED,
+        tool_results=_shows_tool_results(template),
         markers=False,
         notes=tuple(notes),
     )
@@ -344,7 +358,7 @@ def _lost_of_call(template: ChatTemplate, *, strings: bool) -> int:
     try:
         text = template.text([USER, spelled], TOOLS, generation_prompt=False)
     except TemplateRefusal:
-        return 100 * LOST
+        return REFUSED
     return lost_calls(text, [CALL])
 
 
@@ -354,6 +368,19 @@ def _shows_system(template: ChatTemplate) -> bool:
     except TemplateRefusal:
         return False
     return SYSTEM["content"] in text
+
+
+def _shows_tool_results(template: ChatTemplate) -> bool:
+    """Whether a tool's result is printed in any conversation; True also if the template refuses
+    them all, since then it says so itself."""
+    texts: list[str] = []
+    for call, tools in ((CALL, TOOLS), (ANSWER, None)):
+        for strings in (False, True):
+            spelled = _spelled(call, None, string_arguments=strings)
+            messages = [USER, spelled, RESULT, ANSWER]
+            with suppress(TemplateRefusal):
+                texts.append(template.text(messages, tools, generation_prompt=False))
+    return not texts or any(RESULT["content"] in text for text in texts)
 
 
 def _markers_agree(template: ChatTemplate, profile: Profile) -> bool:

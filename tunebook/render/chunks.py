@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
@@ -152,7 +153,7 @@ def _render_in_worker(part: range) -> Chunk:
 
 def _render_chunk(job: _Job, part: range) -> Chunk:
     """The data of some rows. A row that cannot be rendered is a problem in the chunk."""
-    chunk = Chunk(len(part), {}, [], [], [], {}, 0, 0)
+    chunk = Chunk(len(part), {}, [], [], [], {}, 0, 0, [])
     counts: Counter[str] = Counter()
     tokens: list[np.ndarray] = []
     masks: list[np.ndarray] = []
@@ -181,6 +182,7 @@ def _render_chunk(job: _Job, part: range) -> Chunk:
             supervised.append(int(np.count_nonzero(mask)))
             truncated.append(is_cut)
             chunk.blank_answers += sum(span.end_only for span in item.draft.spans)
+        chunk.special_texts += [(row, text) for text in written_specials(job.codec, job.rows[row])]
         counts.update({item.draft.method.value for item, _ in kept})
         counts.update({fix.value for item, _ in kept for fix in item.draft.fixes})
     chunk.counts = dict(counts)
@@ -201,6 +203,24 @@ def _place(job: _Job, row: Row) -> list[Placed]:
     if job.template is None:
         return place_plain(job.codec, row, mask=settings.mask, blanks_allowed=blanks_allowed)
     return place_row(job.template, row, mask=settings.mask, blanks_allowed=blanks_allowed)
+
+
+def written_specials(codec: Codec, row: Row) -> list[str]:
+    """The texts of special tokens in the messages and tools of a row, which no one can tell from
+    those that the template prints."""
+    found: set[str] = set()
+    for message in row.messages:
+        content = message["content"]
+        if row.plain and message is row.messages[-1]:
+            # A plain completion may end in the end token.
+            content = content.removesuffix(str(codec.tokenizer.eos_token))
+        found |= codec.special_texts_in(content)
+        found |= codec.special_texts_in(message.get("reasoning_content", ""))
+        if message.get("tool_calls"):
+            found |= codec.special_texts_in(json.dumps(message["tool_calls"], ensure_ascii=False))
+    if row.tools:
+        found |= codec.special_texts_in(json.dumps(row.tools, ensure_ascii=False))
+    return sorted(found)
 
 
 def _fit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,16 @@ class Codec:
         special = {token.content for token in added.values() if token.special}
         special.update(str(token) for token in tokenizer.all_special_tokens)
         self.special_texts = tuple(sorted(special, key=len, reverse=True))
+        self._special = re.compile("|".join(map(re.escape, self.special_texts)) or r"(?!)")
         self.uses_breaks = bool(tokenizer.is_fast)
         self._is_break = np.zeros(max([len(tokenizer), *added]) + 1, dtype=bool)
         for token_id, token in added.items():
             self._is_break[token_id] = not token.normalized
         self._cached_ids: dict[str, list[int]] = {}
+
+    def special_texts_in(self, text: str) -> set[str]:
+        """The special tokens that a text would become real ones of."""
+        return set(self._special.findall(text))
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text as it stands, `[N]`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -21,6 +23,9 @@ from tunebook.render.chat_template import (
 if TYPE_CHECKING:
     from tunebook.data.rows import Row
 
+THINK_CLOSE = "</think>"
+BLANK_THINK = re.compile(r"\s*<think>\s*</think>")
+
 
 class Fix(StrEnum):
     """What was done to a conversation so that the template shows all of it."""
@@ -29,12 +34,22 @@ class Fix(StrEnum):
     merged_users = "user messages in a row were joined"
     inline_reasoning = "reasoning was written into the answer as <think>...</think>"
     opened_think = "reasoning was put behind the <think> that the generation prompt opens"
+    closed_think = "no reasoning: the <think> that the generation prompt opens is closed at once"
+    left_out_blank_think = "the template leaves out the empty think block of an answer"
+    cut_context = (
+        "the template shows of an earlier answer only what follows </think>, though it begins with "
+        "no think block: later answers do not see all of it"
+    )
     other_arguments = "tool-call arguments were given in the form this conversation needs"
     pieces = "prompt and answer were tokenised apart, since a token would span both"
     answers_only = (
         "mask=all: only the answers are trained, since the template renders the turns before them "
         "differently once others follow"
     )
+
+
+WARNED_FIXES = frozenset({Fix.cut_context})
+"""What a person should see before training."""
 
 
 class Unusable(Exception):
@@ -140,13 +155,18 @@ def read_conversation(
                 fixes = fixes | {Fix.other_arguments}
             if template.profile.reasoning_key == INLINE and _has_reasoning(candidate):
                 fixes = fixes | {Fix.inline_reasoning}
+            found = look_up(template, candidate, tools, text)
+            if found.is_cut:
+                fixes = fixes | {Fix.cut_context}
             conversation = Conversation(tuple(candidate), tuple(spelled), text, tools, fixes)
-            missing = _first_missing(template, conversation)
-            if missing is None:
+            if found.missing is None:
                 return conversation
-            shown.append((missing, conversation))
+            shown.append((found.missing, conversation))
+    if not template.profile.system_role and _weights_differ(turns):
+        raise _not_folded(template, turns)
     if shown:
-        raise _not_shown(template, *shown[0])
+        position, conversation = shown[0]
+        raise not_shown(template, conversation.turns, position)
     assert refusal is not None
     raise _refused(template, turns, tools, refusal)
 
@@ -170,12 +190,20 @@ def _candidates(
     return [*ways, *merged]
 
 
+def _begins_with_system_and_user(turns: Sequence[Turn]) -> bool:
+    return [turn.message["role"] for turn in turns[:2]] == ["system", "user"]
+
+
+def _weights_differ(turns: Sequence[Turn]) -> bool:
+    """Whether system and user message cannot be one, since one of them is trained more."""
+    return _begins_with_system_and_user(turns) and turns[0].weight != turns[1].weight
+
+
 def _fold_system(turns: Sequence[Turn]) -> list[Turn] | None:
-    if len(turns) < 2 or turns[0].message["role"] != "system":
+    """None when there is nothing to fold; turns of different weight stay apart."""
+    if not _begins_with_system_and_user(turns) or _weights_differ(turns):
         return None
     system, user = turns[0], turns[1]
-    if user.message["role"] != "user":
-        return None
     texts = [system.message["content"], user.message["content"]]
     content = "\n\n".join(text for text in texts if text)
     return [replace(user, message={**user.message, "content": content}), *turns[2:]]
@@ -206,38 +234,123 @@ def _has_reasoning(turns: Sequence[Turn]) -> bool:
     return any(turn.message.get("reasoning_content") for turn in turns)
 
 
-def _first_missing(template: ChatTemplate, conversation: Conversation) -> int | None:
-    """Position of the first turn whose text the template does not print; -1 = the tools."""
-    text = conversation.text
-    for tool in conversation.tools or ():
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How much of its turns the text of a conversation shows."""
+
+    missing: int | None
+    """Position of the first turn that it does not show; -1 = the tools."""
+    is_cut: bool
+    """Of an answer it shows only what follows `</think>`."""
+
+
+def look_up(template: ChatTemplate, turns: Sequence[Turn], tools: Tools, text: str) -> Found:
+    """Which turns stand in a text, one behind the other: text in two turns has to be there twice.
+
+    Reasoning is not looked for: a template may leave out that of earlier turns.
+    """
+    for tool in tools or ():
         function = tool.get("function", tool)
         parameters = (function.get("parameters") or {}).get("properties") or {}
         if any(name not in text for name in (function["name"], *parameters)):
-            return -1
-    for position, turn in enumerate(conversation.turns):
+            return Found(-1, False)
+    # Where the search goes on if no answer was cut so far, and if one was; None = no such way.
+    whole: int | None = 0
+    cut: int | None = None
+    for position, turn in enumerate(turns):
         message = turn.message
-        if message["role"] != "tool" and not prints(text, message["content"]):
-            return position
-        calls = message.get("tool_calls")
-        if calls and (template.profile.escapes_arguments or lost_calls(text, [message]) >= LOST):
-            return position
-    return None
+        start = min(at for at in (whole, cut) if at is not None)
+        if _hides(template, message, text[start:]):
+            return Found(position, whole is None)
+        forms, rest = _whole_forms(message), _rest_forms(message)
+        after_whole = _end_in(text, whole, forms)
+        if after_whole is None and message["role"] == "system":
+            after_whole = whole if _stands_elsewhere(text, turns, turn) else None
+        cut = min(
+            (
+                stop
+                for at, shown in ((cut, forms), (cut, rest), (whole, rest))
+                if (stop := _end_in(text, at, shown)) is not None
+            ),
+            default=None,
+        )
+        whole = after_whole
+        if whole is None and cut is None:
+            return Found(position, False)
+    return Found(None, whole is None)
 
 
-def prints(text: str, content: str) -> bool:
-    """Templates may trim a message, and drop an empty think block in front of an answer."""
-    return content.strip() in text or content.split("</think>")[-1].strip() in text
+def _hides(template: ChatTemplate, message: Message, text: str) -> bool:
+    """Whether the template does not show a tool's result, or calls of tools, in this text."""
+    profile = template.profile
+    if message["role"] == "tool":
+        return not profile.tool_results
+    if not message.get("tool_calls"):
+        return False
+    broken = profile.escapes_arguments or not profile.tool_calls
+    return broken or lost_calls(text, [message]) >= LOST
 
 
-def _not_shown(template: ChatTemplate, position: int, conversation: Conversation) -> Unusable:
+def _whole_forms(message: Message) -> list[str]:
+    """The texts that show all of a message: templates trim it, leave out an empty think block, and
+    print a tool's result as JSON text."""
+    content = message["content"]
+    forms = [content.strip()]
+    if message["role"] == "assistant":
+        forms.append(without_blank_think(content).strip())
+    if message["role"] == "tool":
+        for result in (content, content.strip()):
+            forms += [json.dumps(result, ensure_ascii=escape)[1:-1] for escape in (False, True)]
+    return forms
+
+
+def _rest_forms(message: Message) -> list[str]:
+    """What a template that cuts answers at `</think>` shows of one."""
+    if message["role"] != "assistant" or THINK_CLOSE not in message["content"]:
+        return []
+    rest = message["content"].rpartition(THINK_CLOSE)[2].strip()
+    return [rest] if rest else []
+
+
+def _end_in(text: str, start: int | None, forms: Sequence[str]) -> int | None:
+    """Where the form that a text holds first behind `start` ends."""
+    if start is None:
+        return None
+    found = [at + len(form) for form in forms if (at := text.find(form, start)) >= 0]
+    return min(found, default=None)
+
+
+def _stands_elsewhere(text: str, turns: Sequence[Turn], turn: Turn) -> bool:
+    """Whether a text holds a turn more often than the other turns do: some templates move every
+    system message to the front."""
+    content = turn.message["content"].strip()
+    others = [other.message["content"] for other in turns if other is not turn]
+    return text.count(content) > sum(other.count(content) for other in others)
+
+
+def without_blank_think(content: str) -> str:
+    """An answer without the empty think block that it begins with."""
+    block = BLANK_THINK.match(content)
+    return content if block is None else content[block.end() :].lstrip("\n")
+
+
+def not_shown(template: ChatTemplate, turns: Sequence[Turn], position: int) -> Unusable:
+    """The problem of a turn that the template does not show; position -1 = the tools."""
     if position < 0:
         return Unusable(
             "tools",
             f"{template.name} does not show the tools, so a model would be trained on calls to "
             "functions it never saw. Set model.chat_template to one with tools, or drop them.",
         )
-    turn = conversation.turns[position]
+    turn = turns[position]
     field = f"messages[{turn.index}]"
+    if turn.message["role"] == "tool":
+        return Unusable(
+            f"{field}.content",
+            f"{template.name} does not show tool results, so a model would be trained on answers "
+            "to results it never saw. Set model.chat_template to one that does, or leave the row "
+            "out.",
+        )
     if turn.message.get("tool_calls"):
         return Unusable(
             f"{field}.tool_calls",
@@ -248,6 +361,16 @@ def _not_shown(template: ChatTemplate, position: int, conversation: Conversation
         f"{field}.content",
         f"{template.name} does not print this {turn.message['role']} message. Set "
         "model.chat_template to one that does, or leave the message out.",
+    )
+
+
+def _not_folded(template: ChatTemplate, turns: Sequence[Turn]) -> Unusable:
+    system, user = turns[0], turns[1]
+    return Unusable(
+        f"messages[{system.index}].weight",
+        f"is {system.weight:g}, but {template.name} has no system messages, and in front of the "
+        f"user message the text would be trained with weight {user.weight:g}. Give both messages "
+        "the same weight, leave the system message out, or set model.chat_template.",
     )
 
 

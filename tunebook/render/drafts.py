@@ -29,10 +29,12 @@ from tunebook.render.conversation import (
     Turn,
     Unusable,
     is_blank,
-    prints,
+    look_up,
+    not_shown,
     read_conversation,
     refuse_blanks,
     trained_turns,
+    without_blank_think,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def _span(turn: Turn, start: int, end: int) -> Span:
 
 
 def _marked_draft(template: ChatTemplate, conversation: Conversation) -> Draft | None:
-    """The draft from generation markers, checked against one sampling prompt, the longest.
+    """The draft from generation markers, each turn checked against its own sampling prompt.
 
     Reasoning and tools are where templates rewrite earlier turns, so such conversations take the
     way that checks every turn.
@@ -137,14 +139,13 @@ def _marked_draft(template: ChatTemplate, conversation: Conversation) -> Draft |
     for position, (start, end) in zip(assistants, marked, strict=True):
         stop = marked_turn_end(text, start, end, profile.turn_end.text)
         before = text[max(0, start - len(profile.generation_prompt)) : start]
-        printed = prints(text[start:end], turns[position].message["content"])
-        if stop is None or before != profile.generation_prompt or not printed:
+        if stop is None or before != profile.generation_prompt:
             return None
         if position in targets:
+            survives = _survives(turns[position].message, text[start:end])
+            if not survives or text[:start] != _prompt(template, conversation, position, text):
+                return None
             spans.append(_span(turns[position], start, stop))
-    prompt = _prompt(template, conversation, targets[-1], text)
-    if prompt is None or text[: spans[-1].start] != prompt:
-        return None
     return Draft(text, tuple(spans), (), Method.markers, conversation.fixes)
 
 
@@ -203,16 +204,27 @@ def _turn_draft(template: ChatTemplate, conversation: Conversation, position: in
     text = conversation.text if last else _upto(template, conversation, position)
     prompt = None if text is None else _prompt(template, conversation, position, text)
     if text is None or prompt is None:
-        raise _unverified(template, turn)
-    fixes = conversation.fixes
-    if not _shown_behind(turn.message, prompt, text):
-        reopened = _behind_opened_think(template, turn.message, prompt, text)
-        if reopened is None:
-            raise _unverified(template, turn)
-        text, fixes = reopened, fixes | {Fix.opened_think}
+        raise _unverified(template, turn, text)
+    context = look_up(template, conversation.turns[:position], conversation.tools, text)
+    if context.missing is not None:
+        raise not_shown(template, conversation.turns, context.missing)
+    fixes = conversation.fixes - {Fix.cut_context}
+    if context.is_cut:
+        fixes = fixes | {Fix.cut_context}
+    behind = text.startswith(prompt)
+    if not behind or not _survives(turn.message, text[len(prompt) :]):
+        if behind and _survives_without_blank_think(turn.message, text[len(prompt) :]):
+            fixes = fixes | {Fix.left_out_blank_think}
+        else:
+            reopened = _behind_opened_think(turn.message, prompt, text)
+            if reopened is None:
+                raise _unverified(template, turn, text)
+            reasoned = turn.message.get("reasoning_content", "").strip()
+            text = reopened
+            fixes = fixes | {Fix.opened_think if reasoned else Fix.closed_think}
     found = _turn_end(template, turn.message, text, len(prompt), "")
     if found is None:
-        raise _unverified(template, turn)
+        raise _unverified(template, turn, text)
     span = _span(turn, len(prompt), found.end)
     return Draft(text + found.appended, (span,), (), Method.per_turn, fixes)
 
@@ -227,7 +239,9 @@ def answer_draft(template: ChatTemplate, conversation: Conversation) -> Draft | 
     text = conversation.text
     header = template.profile.generation_prompt
     start = text.rfind(header) + len(header)
-    if not header or header not in text or not _survives(turn.message, text[start:]):
+    if not header or header not in text:
+        return None
+    if not _survives_without_blank_think(turn.message, text[start:]):
         return None
     found = _turn_end(template, turn.message, text, start, "")
     if found is None:
@@ -236,13 +250,7 @@ def answer_draft(template: ChatTemplate, conversation: Conversation) -> Draft | 
     return Draft(text + found.appended, (span,), (), Method.per_turn, conversation.fixes)
 
 
-def _shown_behind(message: Message, prompt: str, text: str) -> bool:
-    return text.startswith(prompt) and _survives(message, text[len(prompt) :])
-
-
-def _behind_opened_think(
-    template: ChatTemplate, message: Message, prompt: str, text: str
-) -> str | None:
+def _behind_opened_think(message: Message, prompt: str, text: str) -> str | None:
     """The text with the reasoning put behind the `<think>` that a generation prompt ends with.
 
     Such templates print a finished turn without its reasoning; the sampler sees `<think>` and then
@@ -256,31 +264,49 @@ def _behind_opened_think(
         return None
     reasoning = message.get("reasoning_content", "").strip()
     answer = text[len(bare) :]
+    if without_blank_think(message["content"]) != message["content"]:
+        # The line breaks behind its think block stand here already.
+        answer = answer.lstrip("\n")
     rebuilt = f"{prompt}{reasoning}\n</think>\n\n{answer}"
-    return rebuilt if _survives(message, rebuilt[len(prompt) :]) else None
+    return rebuilt if _survives_without_blank_think(message, rebuilt[len(prompt) :]) else None
 
 
-def _unverified(template: ChatTemplate, turn: Turn) -> Unusable:
+def _unverified(template: ChatTemplate, turn: Turn, text: str | None) -> Unusable:
     reasoning = turn.message.get("reasoning_content")
-    lost = (
-        "drops the reasoning of this turn"
-        if reasoning
-        else "does not print this turn behind its own generation prompt"
-    )
+    if reasoning:
+        lost = "drops the reasoning of this turn, so it would not be trained"
+    elif text is not None and turn.message["content"].strip() not in text:
+        lost = "leaves out a part of this answer, so it would not be trained"
+    else:
+        lost = (
+            "does not print this turn behind its own generation prompt, so the trained tokens "
+            "cannot be told from the prompt"
+        )
     return Unusable(
         f"messages[{turn.index}].{'reasoning_content' if reasoning else 'content'}",
-        f"{template.name} {lost}, so the trained tokens cannot be told from the prompt. Give the "
-        "message weight 0, or set model.chat_template to one that prints it.",
+        f"{template.name} {lost}. Give the message weight 0, or set model.chat_template to one "
+        "that prints it.",
     )
 
 
 def _survives(message: Message, segment: str) -> bool:
-    """Whether reasoning, answer and tool calls of a message stand in its part of the text."""
-    return (
-        message.get("reasoning_content", "").strip() in segment
-        and prints(segment, message["content"])
-        and lost_calls(segment, [message]) < LOST
+    """Whether reasoning, whole answer and tool calls of a message stand in its part of the text."""
+    reasoning = message.get("reasoning_content", "").strip()
+    content = message["content"].strip()
+    _, found, answer = segment.partition(reasoning) if reasoning else ("", "", segment)
+    if found != reasoning or content not in answer:
+        return False
+    # A call that is only spoken of, in the reasoning or in the answer, is not there.
+    ways = (
+        [answer.partition(content), answer.rpartition(content)] if content else [("", "", answer)]
     )
+    return any(lost_calls(f"{head}\n{tail}", [message]) < LOST for head, _, tail in ways)
+
+
+def _survives_without_blank_think(message: Message, segment: str) -> bool:
+    """The same where the template may leave out the empty think block of an answer."""
+    bare = {**message, "content": without_blank_think(message["content"])}
+    return _survives(bare, segment)
 
 
 def _upto(template: ChatTemplate, conversation: Conversation, position: int) -> str | None:

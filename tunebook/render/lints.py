@@ -17,6 +17,7 @@ from tunebook.render.chat_template import chat_template_of
 from tunebook.render.chunks import (
     NO_TARGET_AFTER_TRUNCATION,
     NOTHING_SUPERVISED,
+    written_specials,
 )
 from tunebook.render.codec import Codec
 from tunebook.render.placing import Placed, Span, Unusable, place_plain, place_row
@@ -41,6 +42,7 @@ class Rule(StrEnum):
     no_weight = "row carries loss"
     begin_token = "begin token once"
     empty_think = "no empty think block"
+    special_text = "no text of special tokens"
     stale = "rendered as now"
 
 
@@ -89,6 +91,13 @@ def lint_rows(
         if not data:
             findings += _lint_left_out(row, index, rendered)
             continue
+        for text in written_specials(codec, row):
+            message = f"the text {text} in its messages becomes a real special token"
+            findings.append(
+                LintFinding(
+                    Rule.special_text, Severity.warning, row.file, row.line, index, None, message
+                )
+            )
         placed = _place(row, tokenizer, rendered)
         for datum in data:
             item = rendered[datum]

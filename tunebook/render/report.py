@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tunebook.config import OnBadRow
-from tunebook.errors import DataError, NothingSupervisedError, RowProblem
+from tunebook.errors import DataError, NothingSupervisedError, RowProblem, listed
 from tunebook.render.cache import (
     Chunk,
     RenderReport,
 )
-from tunebook.render.chat_template import chat_template_of
+from tunebook.render.chat_template import DATE, chat_template_of
 from tunebook.render.chunks import (
     BAD_ROW,
     NO_TARGET_AFTER_TRUNCATION,
@@ -21,13 +21,14 @@ from tunebook.render.chunks import (
     TOO_LONG,
     Settings,
 )
+from tunebook.render.conversation import WARNED_FIXES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tunebook.data.rows import Row
 
-SHOWN_PROBLEMS = 20
+SHOWN_SPECIALS = 5
 
 
 class Total:
@@ -42,6 +43,8 @@ class Total:
         self.blank_answers = 0
         self.truncated = 0
         self.supervised = 0
+        self.special_rows: set[int] = set()
+        self.special_texts: Counter[str] = Counter()
         self.kept_rows: list[int] = []
 
     def add(self, chunk: Chunk) -> None:
@@ -55,6 +58,8 @@ class Total:
         self.counts.update(chunk.counts)
         self.lost_data += chunk.lost_data
         self.blank_answers += chunk.blank_answers
+        self.special_rows.update(row for row, _ in chunk.special_texts)
+        self.special_texts.update(text for _, text in chunk.special_texts)
         self.truncated += int(chunk.arrays["truncated"].sum())
         self.supervised += int(chunk.arrays["supervised"].sum())
         self.kept_rows += np.unique(chunk.arrays["rows"]).tolist()
@@ -83,11 +88,8 @@ def raise_problems(
 
 def _data_error(what: str, problems: list[RowProblem]) -> DataError:
     num_rows = len({(problem.file, problem.line) for problem in problems})
-    shown = [f"  {problem}" for problem in problems[:SHOWN_PROBLEMS]]
-    if len(problems) > SHOWN_PROBLEMS:
-        shown.append(f"  and {len(problems) - SHOWN_PROBLEMS} more")
     count = "1 row is" if num_rows == 1 else f"{num_rows} rows are"
-    return DataError("\n".join([f"{count} {what}:", *shown]), problems)
+    return DataError("\n".join([f"{count} {what}:", *listed(problems)]), problems)
 
 
 def _nothing_supervised(
@@ -126,7 +128,11 @@ def report_of(
     notes: list[str] = []
     if tokenizer.chat_template is not None:
         notes += chat_template_of(tokenizer).profile.notes
-    notes += [f"{_count(count, 'row')}: {words}" for words, count in total.counts.items()]
+    notes += [
+        f"{_count(count, 'row')}: {words}"
+        for words, count in total.counts.items()
+        if words not in WARNED_FIXES
+    ]
     if total.blank_answers:
         notes.append(
             f"{_count(total.blank_answers, 'blank answer')}: only the end of the turn is trained"
@@ -136,7 +142,7 @@ def report_of(
             f"{_count(total.lost_data, 'turn')} left out as too long, of rows that keep others"
         )
     lost = len(rows) - len(total.kept_rows)
-    caveats: list[str] = []
+    caveats = _caveats(total, tokenizer)
     if 2 * lost > len(rows):
         reasons = ", ".join(f"{len(r)} {name}" for name, r in total.dropped_rows.items())
         caveats.append(
@@ -158,6 +164,31 @@ def report_of(
         num_supervised=total.supervised,
         settings=settings.to_json(),
     )
+
+
+def _caveats(total: Total, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What is rendered as the template says, and is yet likely not meant."""
+    caveats: list[str] = []
+    if tokenizer.chat_template is not None and chat_template_of(tokenizer).prints_date:
+        caveats.append(
+            f"{_template_name(tokenizer)} prints the date ({DATE}): the tokens depend on the day "
+            "they are rendered on, so another day gives another run"
+        )
+    caveats += [
+        f"{_count(count, 'row')}: {words}"
+        for words, count in total.counts.items()
+        if words in WARNED_FIXES
+    ]
+    if total.special_texts:
+        ranked = total.special_texts.most_common()
+        shown = ", ".join(text for text, _ in ranked[:SHOWN_SPECIALS])
+        more = f" and {len(ranked) - SHOWN_SPECIALS} others" if len(ranked) > SHOWN_SPECIALS else ""
+        caveats.append(
+            f"{_count(len(total.special_rows), 'row')}: text of a message becomes special tokens "
+            f"({shown}{more}), as if the template had printed them: it can end a turn or begin "
+            "another. Remove it from the data"
+        )
+    return caveats
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ from tunebook.runs.checkpoints import (
     checkpoints_to_discard,
     newest_checkpoint,
 )
-from tunebook.runs.directory import NoStepsError, RunDir
+from tunebook.runs.directory import NoStepsError, RunDir, only_writer
 from tunebook.runs.files import StorageError
 from tunebook.runs.listing import compare_runs, find_run, list_runs, shown_state
 from tunebook.runs.record import (
@@ -22,7 +22,7 @@ from tunebook.runs.record import (
     StopReason,
     Timing,
 )
-from tunebook.runs.redaction import redact, redact_config
+from tunebook.runs.redaction import contains_secret, redact, redact_config
 
 __all__ = [
     "Attempt",
@@ -42,10 +42,12 @@ __all__ = [
     "best_checkpoint",
     "checkpoints_to_discard",
     "compare_runs",
+    "contains_secret",
     "find_run",
     "is_being_trained",
     "list_runs",
     "newest_checkpoint",
+    "only_writer",
     "redact",
     "redact_config",
     "shielded",

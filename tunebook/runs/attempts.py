@@ -40,7 +40,7 @@ STATE_OF_RUN_STATE = {
 
 
 @contextmanager
-def only_writer(run_path: Path) -> Iterator[None]:
+def locked(run_path: Path) -> Iterator[None]:
     """Holds the lock of a run, which the operating system frees when the process dies.
 
     Raises:

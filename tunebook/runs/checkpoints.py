@@ -76,7 +76,7 @@ def best_checkpoint(checkpoints: Sequence[Checkpoint], direction: str) -> Checkp
     """
     sign = _sign(direction)
     measured = [
-        one for one in checkpoints if one.monitor is not None and not math.isnan(one.monitor)
+        one for one in checkpoints if one.monitor is not None and math.isfinite(one.monitor)
     ]
     return min(measured, key=lambda one: (sign * (one.monitor or 0.0), one.step), default=None)
 

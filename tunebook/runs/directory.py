@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tunebook.display import tunebook_command
 from tunebook.errors import RunError
 from tunebook.runs import attempts, files, metrics, numbering, samples
 from tunebook.runs.attempts import utc_now
@@ -33,7 +34,7 @@ from tunebook.runs.record import (
     record_from_json,
     record_to_json,
 )
-from tunebook.runs.redaction import redact_config
+from tunebook.runs.redaction import redact, redact_config
 
 FOLDERS = ("data", "checkpoints", "samples", "model")
 
@@ -78,7 +79,7 @@ class RunDir:
             number=numbering.next_number(root),
             id=numbering.new_id(),
             recipe=recipe,
-            name=name,
+            name=None if name is None else redact(name, os.environ),
             created_at=utc_now(),
             tunebook_version=__version__,
         )
@@ -87,7 +88,7 @@ class RunDir:
             for folder in FOLDERS:
                 (path / folder).mkdir()
         run.save(record)
-        run.event("created", recipe=recipe, name=name, number=record.number, id=record.id)
+        run.event("created", recipe=recipe, name=record.name, number=record.number, id=record.id)
         return run
 
     @classmethod
@@ -102,7 +103,7 @@ class RunDir:
         if not file.is_file():
             raise RunError(
                 f"{path}: no run directory (there is no {numbering.RECORD_FILE} in it). "
-                "`tunebook runs list` shows the runs there are."
+                f"`{tunebook_command()} runs list` shows the runs there are."
             )
         try:
             record = record_from_json(files.read_json(file))
@@ -129,6 +130,12 @@ class RunDir:
     def model_dir(self) -> Path:
         """The promoted model."""
         return self.path / "model"
+
+    def reload(self) -> None:
+        """Takes over what other processes have written since; call it when the lock is held."""
+        self.record = RunDir.open(self.path).record
+        self._next_seq = 0
+        self._logged_step = -1
 
     def save(self, record: RunRecord) -> None:
         """Makes `record` the run's record, on disk and here."""
@@ -174,6 +181,7 @@ class RunDir:
         """Replaces config and plan for a resume that goes further; the former ones are kept.
 
         They stay as `config.before_<n>.yaml` and `plan.before_<n>.json`, n the attempt to come.
+        Call it inside `only_writer(run)`, unless nobody else can know of the run.
         """
         number = len(self.record.attempts) + 1
         for name, text in (
@@ -363,8 +371,8 @@ class RunDir:
         Raises:
             RunError: another process is training this run.
         """
-        with attempts.only_writer(self.path):
-            record = attempts.started(RunDir.open(self.path).record, resumed_from_step)
+        with only_writer(self):
+            record = attempts.started(self.record, resumed_from_step)
             self.save(record)
             self._ending = Outcome(StopReason.FAILED, planned_steps, 0, list(downgrades))
             self._training_since = time.monotonic()
@@ -381,6 +389,22 @@ class RunDir:
             with attempts.shielded():
                 self._end()
 
+    def add_downgrade(self, token: str) -> None:
+        """Adds a downgrade that showed only while running to the outcome of this attempt.
+
+        Call it inside the `with run.attempt(...)` block, before `finish`; a token that is there
+        already is not added again.
+
+        Args:
+            token: `setting:action:cause`.
+        """
+        assert self._ending is not None, "add_downgrade belongs inside `with run.attempt(...)`"
+        assert self.record.outcome is None, "add_downgrade comes before finish"
+        if token not in self._ending.downgrades:
+            downgrades = [*self._ending.downgrades, token]
+            self._ending = replace(self._ending, downgrades=downgrades)
+            self.event("downgraded", token=token)
+
     def finish(self, stop_reason: StopReason, *, steps: int) -> None:
         """Records how the run ended; call it last inside the `with run.attempt(...)` block.
 
@@ -396,7 +420,8 @@ class RunDir:
         if state is RunState.SUCCEEDED and steps == 0:
             raise NoStepsError(
                 f"{self.path}: the run made 0 of {self._ending.planned_steps} planned steps, so "
-                "nothing was trained. `tunebook inspect` shows what became of the rows."
+                f"nothing was trained. `{tunebook_command()} inspect` shows what became of the "
+                "rows."
             )
         outcome = replace(self._ending, stop_reason=stop_reason, steps=steps)
         self.save(replace(self.record, state=state, outcome=outcome))
@@ -440,6 +465,22 @@ class RunDir:
         if not path.is_file():
             raise RunError(f"{path}: there is no such file: the run was not prepared to the end.")
         return path
+
+
+@contextmanager
+def only_writer(run: RunDir) -> Iterator[None]:
+    """Holds the lock of a run without an attempt, for changes before one; the record is read anew.
+
+    The operating system frees the lock when the process dies. It cannot be taken twice: leave the
+    block before `run.attempt(...)`, which takes it itself.
+
+    Raises:
+        RunError: another process is training this run; the message names it.
+        StorageError: the lock file cannot be made.
+    """
+    with attempts.locked(run.path):
+        run.reload()
+        yield
 
 
 def _yaml(config: Any) -> str:

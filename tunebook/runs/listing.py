@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunebook.display import tunebook_command
 from tunebook.errors import RunError
 from tunebook.runs.attempts import is_being_trained
 from tunebook.runs.directory import RunDir
@@ -52,7 +53,7 @@ def find_run(root: Path, text: str) -> RunDir:
         raise RunError(f"run {text!r} is ambiguous in {root}: {listed}. Give more of the id.")
     raise RunError(
         f"run {text!r}: neither a run directory, nor the number or id of one of the {len(runs)} "
-        f"runs in {Path(root).absolute()}. `tunebook runs list` shows them."
+        f"runs in {Path(root).absolute()}. `{tunebook_command()} runs list` shows them."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import secrets
 from datetime import datetime
@@ -12,6 +13,7 @@ from filelock import FileLock
 
 from tunebook.errors import RunError
 from tunebook.runs.files import read_json, replace_text, writing
+from tunebook.runs.redaction import redact
 
 RECORD_FILE = "run.json"
 NUMBER_FILE = ".last_number"
@@ -21,12 +23,13 @@ _ID_CHARACTERS = _ID_LETTERS + "23456789"
 
 
 def folder_name(moment: datetime, name: str | None) -> str:
-    """The folder of a run: date, time, and its name with unusual characters made `-`.
+    """The folder of a run: date, time, and its redacted name with unusual characters made `-`.
 
     What is left needs no quotes on a command line, in a shell or for Hydra.
     """
     stamp = moment.strftime("%Y-%m-%d_%H-%M-%S")
-    plain = re.sub(r"[^\w.-]+", "-", name or "", flags=re.ASCII).strip("-.")[:MAX_NAME_LENGTH]
+    public = redact(name or "", os.environ)
+    plain = re.sub(r"[^\w.-]+", "-", public, flags=re.ASCII).strip("-.")[:MAX_NAME_LENGTH]
     return f"{stamp}_{plain}" if plain else stamp
 
 

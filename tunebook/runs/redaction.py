@@ -21,20 +21,29 @@ _SECRET_CONFIG_KEY = re.compile(
 )
 _NO_SECRET_CONFIG_KEY = re.compile(r"^(?:bos|eos|pad|unk|sep|cls|mask|stop|end)_token$")
 
-_SHAPES = (
-    re.compile(r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{16,}"),
-    re.compile(r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{16,}"),
-    re.compile(r"(?<![A-Za-z0-9])tgp_[A-Za-z0-9_-]{16,}"),
-    re.compile(r"(?<![A-Za-z0-9])tml-[A-Za-z0-9_-]{16,}"),
-    re.compile(r"(?<![A-Za-z0-9])wandb_v\d+_[A-Za-z0-9_-]{16,}"),
-    re.compile(r"(?<![A-Za-z0-9])(?:gh[pousr]_|github_pat_)[A-Za-z0-9_]{16,}"),
-    re.compile(r"(?<![A-Za-z0-9])AKIA[A-Z0-9]{16}(?![A-Za-z0-9])"),
+# Shapes that cannot be a path or the name of a model: what a run is resumed from has to survive.
+_ALONE = r"(?![A-Za-z0-9_-])"
+_SHAPES = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{30,}"
+    r"|gh[pousr]_[A-Za-z0-9]{36,}"
+    r"|AKIA[A-Z0-9]{16}(?![A-Za-z0-9])"
+    rf"|sk-(?:or-v\d+-)?(?:[0-9a-f]{{32}}|[0-9a-f]{{48}}|[0-9a-f]{{64}}){_ALONE}"
+    r")"
 )
+_MIXED_SHAPES = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"(?:sk-(?:ant|proj|svcacct|admin)-|tgp_v\d+_|wandb_v\d+_|github_pat_)[A-Za-z0-9_-]{30,}"
+    rf"|(?:sk-|tml-|tgp_)[A-Za-z0-9]{{20,}}{_ALONE}"
+    r")"
+)
+"""Keys only if they mix digits, small and capital letters, as hyphenated words do not."""
 _HEX_KEY = re.compile(
-    r"(?i)((?:wandb|key|token|secret|password|login)[^\n]{0,40}?)(?<![0-9a-z])[0-9a-f]{40}(?![0-9a-z])"
+    r"(?i)((?<![a-z])(?:wandb|(?:api)?key|token|secret|password|login)(?:\s+is)?[\s\"':=]{1,5})"
+    r"[0-9a-f]{40}(?![0-9a-z])"
 )
-"""Forty hex digits are a W&B key or a git commit; only next to such a word they are a key."""
-_BEARER = re.compile(r"(?i)(bearer\s+)[A-Za-z0-9._~+/=-]{8,}")
+"""Forty hex digits are a W&B key or a git commit; only right behind such a word they are a key."""
+_BEARER = re.compile(r"(?i)(bearer\s+)(?=\S*\d)[A-Za-z0-9._~+/=-]{12,}")
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:@]+):[^\s/@]+@")
 
 
@@ -51,14 +60,14 @@ def secrets_in(environ: Mapping[str, str]) -> list[str]:
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
-    """The text with every secret of the environment, and every well-known key, replaced."""
-    for secret in secrets_in(environ):
-        text = text.replace(secret, REDACTED)
-    for shape in _SHAPES:
-        text = shape.sub(REDACTED, text)
-    text = _HEX_KEY.sub(rf"\1{REDACTED}", text)
-    text = _BEARER.sub(rf"\1{REDACTED}", text)
-    return _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+    """The text with every secret of the environment, and all that looks like a key, replaced."""
+    text = _without_certain_secrets(text, environ)
+    return _BEARER.sub(rf"\1{REDACTED}", text)
+
+
+def contains_secret(text: str, environ: Mapping[str, str]) -> bool:
+    """Whether `config.yaml` would not hold this text as it is, so that no run could resume."""
+    return _without_certain_secrets(text, environ) != text
 
 
 def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
@@ -75,9 +84,10 @@ def redact_values(value: Any, environ: Mapping[str, str]) -> Any:
 
 
 def redact_config(config: Any, environ: Mapping[str, str]) -> Any:
-    """A configuration with its strings redacted, and whole values under keys such as `api_key`.
+    """A configuration with its secrets replaced, and whole values under keys such as `api_key`.
 
-    An interpolation (`${oc.env:NAME}`) is a reference to a secret, not one, and stays.
+    A run is resumed from it, so what could be a path, a model or a prompt stays. An interpolation
+    (`${oc.env:NAME}`) is a reference to a secret, not one, and stays too.
     """
     if isinstance(config, Mapping):
         return {
@@ -86,7 +96,22 @@ def redact_config(config: Any, environ: Mapping[str, str]) -> Any:
         }
     if isinstance(config, Sequence) and not isinstance(config, str | bytes | bytearray):
         return [redact_config(item, environ) for item in config]
-    return redact_values(config, environ)
+    return _without_certain_secrets(config, environ) if isinstance(config, str) else config
+
+
+def _without_certain_secrets(text: str, environ: Mapping[str, str]) -> str:
+    for secret in secrets_in(environ):
+        text = text.replace(secret, REDACTED)
+    text = _SHAPES.sub(REDACTED, text)
+    text = _MIXED_SHAPES.sub(lambda found: REDACTED if _mixes(found[0]) else found[0], text)
+    text = _HEX_KEY.sub(rf"\1{REDACTED}", text)
+    return _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+
+
+def _mixes(key: str) -> bool:
+    """Whether a key mixes digits, small and capital letters behind its prefix."""
+    body = re.split("[-_]", key, maxsplit=1)[1]
+    return all(re.search(kind, body) for kind in ("[0-9]", "[a-z]", "[A-Z]"))
 
 
 def _holds_secret(key: Any, value: Any) -> bool:

@@ -15,13 +15,20 @@ from tunebook.backends.local import probe
 from tunebook.backends.local.base_model import (
     BaseModel,
     load_base_model,
+    read_architecture,
     read_config,
     resolve_device,
     resolve_dtype,
 )
+from tunebook.backends.local.checkpoint import clean_up
 from tunebook.backends.local.execution import padded_tokens
 from tunebook.backends.local.export import is_full_model
-from tunebook.backends.local.fit import check_adapter_fits
+from tunebook.backends.local.fit import (
+    check_adapter_fits,
+    check_full_model_fits,
+    check_start,
+)
+from tunebook.backends.local.lora import adapter_targets, check_lora
 from tunebook.backends.local.peft_format import (
     is_peft_adapter,
     read_peft_config,
@@ -65,7 +72,9 @@ class LocalBackend:
             device: auto (cuda, mps, cpu in this order), cpu, cuda, cuda:<number>, or mps.
             dtype: auto (bfloat16 on cuda, else float32), float32, or bfloat16.
             micro_batch_tokens: tokens computed at once, padding included; None = 1,024 on a CPU,
-                where larger ones only add padding, 8,192 elsewhere.
+                where larger ones only add padding, 8,192 elsewhere. It changes how fast, not
+                what is computed, with one exception: where `lora.dropout` is above 0, the masks
+                are drawn for each micro-batch as a whole, so other micro-batches draw others.
             revision: hub revision.
             trust_remote_code: allow the model repository's own Python code.
             allow_pickle: allow weights other than safetensors.
@@ -119,6 +128,17 @@ class LocalBackend:
             max_seq_len=self._read_max_seq_len(),
         )
 
+    def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> None:
+        architecture = read_architecture(
+            self._model, revision=self._revision, trust_remote_code=self._trust_remote_code
+        )
+        if lora is not None:
+            check_lora(lora)
+            if architecture is not None:
+                adapter_targets(architecture.model, architecture.head, lora.target_modules)
+        if start is not None:
+            check_start(start.path, lora, architecture=architecture)
+
     def open_session(
         self,
         name: str,
@@ -129,6 +149,8 @@ class LocalBackend:
         with_optimizer: bool = True,
     ) -> LocalSession:
         self._check_can_open(name, lora)
+        with self._queue.paused():
+            clean_up(Path(directory))
         base = self._load_base(full=lora is None)
         weights = FullWeights(base) if lora is None else AdapterWeights(base, lora)
         session = LocalSession(
@@ -218,19 +240,13 @@ class LocalBackend:
         if is_model:
             self._restore_full_model(session, lora, ref.path)
             return
-        if lora is None:
-            raise CheckpointError(f"{ref.path}: holds an adapter, this session trains full weights")
         check_adapter_fits(read_peft_config(ref.path), lora, path=ref.path)
         session.load_weights(read_peft_weights(ref.path), path=ref.path)
 
     def _restore_full_model(
         self, session: LocalSession, lora: LoraConfig | None, folder: Path
     ) -> None:
-        if lora is not None:
-            raise CheckpointError(
-                f"{folder}: holds a full model, this session trains an adapter; to train one over "
-                f"it, set model.name={folder}"
-            )
+        check_full_model_fits(lora, path=folder)
         model = load_causal_lm(
             str(folder),
             dtype=torch.float32,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tunebook.backends.local.stream import supports_stream
 from tunebook.errors import ConfigError
@@ -60,6 +60,15 @@ class BaseModel:
         if self.model.dtype == self.compute_dtype:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The modules of a model on torch's meta device, where they have shapes but no values."""
+
+    model: PreTrainedModel
+    head: nn.Module
+    """The output head."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -117,12 +126,7 @@ def load_base_model(
     Raises:
         ConfigError: it cannot be loaded, is quantised, or has no output head.
     """
-    config = read_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"model.name={name}: the weights are quantised, which can be neither trained over nor "
-            "merged into here without loss; give the unquantised model"
-        )
+    read_unquantised_config(name, revision=revision, trust_remote_code=trust_remote_code)
     model = load_causal_lm(
         name,
         revision=revision,
@@ -133,9 +137,7 @@ def load_base_model(
     model.requires_grad_(False)
     fingerprint = weights_fingerprint(model)
     model.to(device)  # pyright: ignore[reportArgumentType]
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Module):
-        raise ConfigError(f"model.name={name}: {type(model).__name__} has no output head to train")
+    head = output_head(model, name)
     body = model.base_model
     return BaseModel(
         name=name,
@@ -164,6 +166,57 @@ def read_config(name: str, *, revision: str | None, trust_remote_code: bool) -> 
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.name={name}: its config cannot be read: {reason}") from error
+
+
+def read_unquantised_config(
+    name: str, *, revision: str | None, trust_remote_code: bool
+) -> PreTrainedConfig:
+    """The config of a model whose weights can be trained.
+
+    Raises:
+        ConfigError: there is none that can be read, or it says that the weights are quantised.
+    """
+    config = read_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model.name={name}: the weights are quantised, which can be neither trained over nor "
+            "merged into here without loss; give the unquantised model"
+        )
+    return config
+
+
+def read_architecture(
+    name: str, *, revision: str | None, trust_remote_code: bool
+) -> Architecture | None:
+    """The modules of a model, or None if it cannot be built without weights.
+
+    Raises:
+        ConfigError: its config cannot be read, or it cannot be trained.
+    """
+    config = read_unquantised_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if trust_remote_code and hasattr(config, "auto_map"):
+        options["code_revision"] = revision
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    except Exception:
+        # A model's own code may do anything with its weights while it is built, and raise anything
+        # where there are none. Loading it tells whether something is wrong with it.
+        return None
+    return Architecture(model, output_head(model, name))
+
+
+def output_head(model: PreTrainedModel, name: str) -> nn.Module:
+    """The output head of a model.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise ConfigError(f"model.name={name}: {type(model).__name__} has no output head to train")
+    return head
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:

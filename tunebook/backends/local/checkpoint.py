@@ -4,17 +4,20 @@
                        optimizer.safetensors                       <parameter>.<state name>
                        state.json                                  written last
 
-A folder is written under a temporary name, flushed to disk, and renamed.
+`state.json` holds the SHA-256 of the other files, and what does not match it is not read. A folder
+is written under a temporary name, flushed to disk, and renamed.
 """
 
 import base64
+import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,13 @@ from torch import Tensor
 from tunebook.errors import CheckpointError
 from tunebook.types import LoraConfig
 
-FORMAT = 1
+FORMAT = 2
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 ADAPTER_FILE = "adapter.safetensors"
 MODEL_FILE = "model.safetensors"
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp(?P<old>\.old)?")
+"""Names of half-written folders (`.tmp`), and of those they were about to replace (`.old`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class CheckpointState:
     step: int
     optimizer: str | None
     """adamw or muon; None before the first step."""
+    untouched: tuple[str, ...]
+    """Parameters that no step has reached, so that the optimizer keeps nothing for them."""
     lora: LoraConfig | None
     targets: tuple[str, ...]
     """Names of the layers that carry the adapter."""
@@ -47,6 +54,8 @@ class CheckpointState:
     base_fingerprint: str
     random: dict[str, str] | None
     """Device and state (base64) of the dropout generator."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """File -> SHA-256; filled in when the files are written."""
 
 
 def save_checkpoint(
@@ -61,10 +70,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: it cannot be written.
     """
-    tensors_of_file = {
-        MODEL_FILE if state.lora is None else ADAPTER_FILE: weights,
-        OPTIMIZER_FILE: optimizer,
-    }
+    tensors_of_file = {weights_file(state): weights, OPTIMIZER_FILE: optimizer}
     num_bytes = sum(
         tensor.numel() * tensor.element_size()
         for tensors in tensors_of_file.values()
@@ -74,7 +80,8 @@ def save_checkpoint(
         for file, tensors in tensors_of_file.items():
             on_cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
             save_file(on_cpu, temporary / file)
-        text = json.dumps({"format": FORMAT, **asdict(state)}, indent=1)
+        digests = {file: digest_of(temporary / file) for file in tensors_of_file}
+        text = json.dumps({"format": FORMAT, **asdict(replace(state, digests=digests))}, indent=1)
         # Last: its presence says that everything else is there.
         flush_folder(temporary)
         (temporary / STATE_FILE).write_text(text, encoding="utf-8")
@@ -97,20 +104,73 @@ def read_state(folder: Path) -> CheckpointState:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-    if values.pop("format", None) != FORMAT:
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path}: written by another version of tunebook (format {FORMAT})")
+    try:
+        return _parsed_state(values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not what a checkpoint holds: {error!r}") from error
+
+
+def _parsed_state(values: dict[str, Any]) -> CheckpointState:
     lora = values.pop("lora")
     if lora is not None:
         targets = lora.pop("target_modules")
         lora = LoraConfig(
             **lora, target_modules=targets if isinstance(targets, str) else tuple(targets)
         )
-    return CheckpointState(lora=lora, targets=tuple(values.pop("targets")), **values)
+    return CheckpointState(
+        lora=lora,
+        targets=tuple(values.pop("targets")),
+        untouched=tuple(values.pop("untouched")),
+        **values,
+    )
+
+
+def weights_file(state: CheckpointState) -> str:
+    """The name of the file that holds the weights of a checkpoint."""
+    return MODEL_FILE if state.lora is None else ADAPTER_FILE
 
 
 def read_weights(folder: Path, state: CheckpointState) -> dict[str, Tensor]:
-    """Name -> weight of a checkpoint."""
-    return read_tensors(folder / (MODEL_FILE if state.lora is None else ADAPTER_FILE))
+    """Name -> weight of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    return _read_verified(folder / weights_file(state), state)
+
+
+def read_optimizer(folder: Path, state: CheckpointState) -> dict[str, Tensor]:
+    """The optimizer state of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    return _read_verified(folder / OPTIMIZER_FILE, state)
+
+
+def _read_verified(path: Path, state: CheckpointState) -> dict[str, Tensor]:
+    expected, found = state.digests.get(path.name), digest_of(path)
+    if found != expected:
+        raise CheckpointError(
+            f"{path}: damaged or changed since it was saved (SHA-256 {found}, saved as "
+            f"{expected}); use another checkpoint"
+        )
+    return read_tensors(path)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file, 64 hex digits.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -178,6 +238,39 @@ def replaced_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def clean_up(directory: Path) -> None:
+    """Removes what saves that were cut short have left in a directory.
+
+    Half-written folders go. A folder that was moved aside, to be replaced by one that never came,
+    gets its name back.
+
+    Args:
+        directory: holds checkpoints, and nothing is being saved in it; need not exist.
+
+    Raises:
+        CheckpointError: a folder cannot be moved back.
+    """
+    if not directory.is_dir():
+        return
+    left = [
+        (path, match)
+        for path in directory.iterdir()
+        if (match := TEMPORARY.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+    ]
+    # The newest of those moved aside first; the others find its name taken and go.
+    for path, match in sorted(left, key=lambda one: one[0].stat().st_mtime_ns, reverse=True):
+        target = directory / match["name"]
+        if match["old"] and not target.exists():
+            try:
+                path.rename(target)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: cannot be moved back to {target.name}: {error}"
+                ) from error
+    for path, _ in left:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def flush_folder(folder: Path) -> None:

@@ -1,8 +1,9 @@
 """AdamW and Muon over named parameters, gradient clipping, and optimizer state as named tensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.types import AdamParams, MuonParams, OptimizerParams
 
 ADAMW, MUON = "adamw", "muon"
+STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,34 @@ def optimizer_state(
     return state
 
 
+def without_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Names of the parameters that no step has reached, so that nothing is kept for them."""
+    return tuple(
+        name
+        for name, parameter in parameters.items()
+        if not any(member.state.get(parameter) for member in optimizer.members)
+    )
+
+
 def load_optimizer_state(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Tensor],
+    *,
+    untouched: Collection[str],
+    path: Path,
 ) -> None:
     """Puts saved state into a fresh optimizer.
 
+    Args:
+        optimizer: fresh.
+        parameters: those that it updates.
+        state: as `optimizer_state`.
+        untouched: as `without_state`.
+        path: the file that held it, for error messages.
+
     Raises:
-        CheckpointError: state of a parameter that is not there.
+        CheckpointError: state that is missing, too much, or of another shape.
     """
     owners = {
         parameter: member
@@ -149,14 +172,33 @@ def load_optimizer_state(
         for group in member.param_groups
         for parameter in group["params"]
     }
-    for full_name, value in state.items():
-        name, _, key = full_name.rpartition(".")
-        if name not in parameters:
-            raise CheckpointError(f"optimizer state of {name}, which this model does not train")
-        parameter = parameters[name]
-        on_cpu = key == "step" and not _fused(parameter.device)
+    expected = {
+        f"{name}.{key}": (parameter, key)
+        for name, parameter in parameters.items()
+        if name not in untouched
+        for key in state_names(owners[parameter])
+    }
+    for full_name in sorted(expected.keys() ^ state.keys()):
+        what = "is missing" if full_name in expected else "belongs to nothing that is trained here"
+        raise CheckpointError(f"{path}: the optimizer state {full_name} {what}")
+    for full_name, (parameter, key) in expected.items():
+        value = state[full_name]
+        shape = () if key == STEP else parameter.shape
+        if value.shape != shape:
+            raise CheckpointError(
+                f"{path}: the optimizer state {full_name} has shape {tuple(value.shape)}, "
+                f"this session needs {tuple(shape)}"
+            )
+        on_cpu = key == STEP and not _fused(parameter.device)
         tensor = value.clone() if on_cpu else value.to(parameter.device, copy=True)
         owners[parameter].state[parameter][key] = tensor
+
+
+def state_names(member: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What an optimizer keeps for each parameter that it has updated."""
+    if isinstance(member, torch.optim.AdamW):
+        return (STEP, "exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",)
 
 
 def require_kind(optimizer: Optimizer, params: OptimizerParams) -> None:

@@ -1,6 +1,7 @@
 """Adapters in PEFT's file format, written and read without PEFT."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tunebook.backends.local.checkpoint import read_tensors
-from tunebook.backends.local.lora import matches
+from tunebook.backends.local.lora import ALL_LINEAR, linear_modules, matches
 from tunebook.backends.local.weights import LORA_A, LORA_B
 from tunebook.errors import CheckpointError
 from tunebook.types import LoraConfig
@@ -31,6 +32,9 @@ UNSUPPORTED = {
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
 }
+
+# Options that take some of the layers out of `target_modules` again.
+NARROWING = ("exclude_modules", "layers_to_transform")
 
 
 def is_peft_adapter(folder: Path) -> bool:
@@ -103,6 +107,25 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         if key not in config:
             raise CheckpointError(f"{path}: {key} is missing")
     return config
+
+
+def peft_targets(config: Mapping[str, Any], model: nn.Module, head: nn.Module) -> set[str] | None:
+    """Names of the layers that a PEFT adapter says it has, or None if only its weights tell.
+
+    Args:
+        config: as `read_peft_config`.
+        model: its base; no weights are needed.
+        head: the base's output head.
+    """
+    wanted = config.get("target_modules")
+    if not wanted or any(config.get(key) for key in NARROWING):
+        return None
+    names = linear_modules(model)
+    if wanted == ALL_LINEAR:
+        return {name for name, module in names.items() if module is not head}
+    if isinstance(wanted, str):
+        return {name for name in names if re.fullmatch(wanted, name)}
+    return {name for name in names if any(matches(name, suffix) for suffix in wanted)}
 
 
 def read_peft_weights(folder: Path) -> dict[str, Tensor]:

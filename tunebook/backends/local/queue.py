@@ -6,7 +6,8 @@ before it, which is where operations of several sessions can meet.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -93,6 +94,12 @@ class OperationQueue:
         with self._lock:
             while not future.done:
                 self._run(self._operations.popleft())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which no operation runs, whichever thread waits for it."""
+        with self._lock:
+            yield
 
     def close_lane(self, lane: Lane) -> None:
         """Closes a session: operations of it that nobody has waited for are dropped."""

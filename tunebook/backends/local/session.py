@@ -7,9 +7,10 @@ import inspect
 import math
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -32,7 +33,8 @@ from tunebook.backends.local.weights import (
     layer_names,
     snapshot,
 )
-from tunebook.errors import BackendError, CheckpointError, NonFiniteError
+from tunebook.columns import loss_name
+from tunebook.errors import BackendError, CheckpointError, ConfigError, NonFiniteError
 from tunebook.types import CheckpointRef, Datum, Metrics, OptimizerParams
 
 
@@ -154,8 +156,13 @@ class LocalSession:
         self.step = state.step
         if state.optimizer is not None:
             self._optimizer = self._make_optimizer(state.optimizer)
-            tensors = checkpoint.read_tensors(ref.path / checkpoint.OPTIMIZER_FILE)
-            optimizers.load_optimizer_state(self._optimizer, self._weights.parameters, tensors)
+            optimizers.load_optimizer_state(
+                self._optimizer,
+                self._weights.parameters,
+                checkpoint.read_optimizer(ref.path, state),
+                untouched=state.untouched,
+                path=ref.path / checkpoint.OPTIMIZER_FILE,
+            )
         if self._weights.generator is not None:
             if state.random is None:
                 raise CheckpointError(
@@ -222,7 +229,7 @@ class LocalSession:
         columns = collate_columns(rows, names, num_columns=num_columns, device=device)
         replay = None if self._weights.generator is None else self._weights.replay
         logprobs_BT = target_logprobs(self._base, batch, fill=0.0, replay=replay)
-        loss, metrics = loss_fn(logprobs_BT, **columns)
+        loss, metrics = loss_and_metrics(loss_fn, loss_fn(logprobs_BT, **columns))
         value = float(loss.detach())
         if not math.isfinite(value):
             raise NonFiniteError(
@@ -234,7 +241,7 @@ class LocalSession:
             loss.backward()
         elif bool(batch.selected.any()):
             raise BackendError("the loss does not depend on the log-probs it was given")
-        return {"loss": value, **{name: float(metric) for name, metric in metrics.items()}}
+        return {"loss": value, **metrics}
 
     def _optim_step(self, params: OptimizerParams) -> Metrics:
         optimizers.check_params(params)
@@ -295,15 +302,20 @@ class LocalSession:
                 f"session {self.name!r}: save({name!r}) between forward_backward and optim_step, "
                 "the gradient would be lost"
             )
-        if name in ("", ".", "..") or Path(name).name != name:
-            raise BackendError(f"save({name!r}): a checkpoint's name is one folder name")
+        if not name or name.startswith(".") or Path(name).name != name:
+            # Folders that begin with a dot are half-written ones.
+            raise BackendError(
+                f"save({name!r}): a checkpoint's name is one folder name that does not begin with "
+                "a dot"
+            )
         check_finite(self._weights, action=f"save {name!r}")
         folder = self._settings.directory / name
         optimizer_tensors: dict[str, Tensor] = {}
+        untouched: tuple[str, ...] = ()
         if self._optimizer is not None:
-            optimizer_tensors = optimizers.optimizer_state(
-                self._optimizer, self._weights.parameters
-            )
+            parameters = self._weights.parameters
+            optimizer_tensors = optimizers.optimizer_state(self._optimizer, parameters)
+            untouched = optimizers.without_state(self._optimizer, parameters)
         checkpoint.save_checkpoint(
             folder,
             weights=self._weights.parameters,
@@ -311,6 +323,7 @@ class LocalSession:
             state=CheckpointState(
                 step=self.step,
                 optimizer=self._optimizer.kind if self._optimizer else None,
+                untouched=untouched,
                 lora=self._weights.lora,
                 targets=layer_names(self._weights),
                 base_name=self._base.name,
@@ -375,3 +388,46 @@ def column_names(loss_fn: LossFn) -> list[str]:
     """The columns a loss reads: its arguments after the first that have no value yet."""
     arguments = list(inspect.signature(loss_fn).parameters.values())[1:]
     return [argument.name for argument in arguments if argument.default is inspect.Parameter.empty]
+
+
+def loss_and_metrics(loss_fn: LossFn, returned: object) -> tuple[Tensor, Metrics]:
+    """What a loss returned, if it is what a loss must return.
+
+    Args:
+        loss_fn: the loss, for its name.
+        returned: by one call of it.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        count = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+        raise _not_a_loss(loss_fn, described(returned) + count)
+    loss, metrics = returned
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
+        raise _not_a_loss(loss_fn, f"{described(loss)} as its loss")
+    if not isinstance(metrics, Mapping):
+        raise _not_a_loss(loss_fn, f"{described(metrics)} as its metrics")
+    values: Metrics = {}
+    for name, metric in metrics.items():
+        value = metric.detach() if isinstance(metric, Tensor) else metric
+        is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        if not isinstance(name, str) or name == "loss" or not is_scalar:
+            raise _not_a_loss(loss_fn, f"{described(metric)} as its metric {name!r}")
+        values[name] = float(value)
+    return loss, values
+
+
+def _not_a_loss(loss_fn: LossFn, what: str) -> ConfigError:
+    return ConfigError(
+        f"loss {loss_name(loss_fn)!r} returned {what}; a loss must return `(loss, metrics)`: a "
+        "scalar floating-point tensor, and a mapping of names, other than 'loss', to scalars. Both "
+        "are sums over the rows it was given"
+    )
+
+
+def described(value: object) -> str:
+    """A value's kind, and of a tensor dtype and shape, for an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor ({str(value.dtype).removeprefix('torch.')}, shape {list(value.shape)})"
+    return "None" if value is None else f"a {type(value).__name__}"
