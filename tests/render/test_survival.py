@@ -314,3 +314,31 @@ def test_rows_with_such_problems_can_be_left_out(render):
     assert texts(rendered, tokenizer) == [
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nok<|im_end|>\n"
     ]
+
+
+def test_calls_do_not_stand_for_the_functions_that_may_be_called(render):
+    """Case 23: a template that prints calls, but no tools, names the function all the same."""
+    calls_only = t.CHATML.replace(
+        "m.content + '<|im_end|>\n' }}",
+        "m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>"
+        "{% endfor %}{{ '<|im_end|>\n' }}",
+    )
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "description": "Weather now",
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            },
+        }
+    ]
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    tokenizer = t.byte_level(calls_only)
+    assert render([t.make_row(messages)], tokenizer).report.num_data == 1
+    with pytest.raises(DataError, match=r"rows.jsonl:1: tools: .*does not show the tools"):
+        render([t.make_row(messages, tools=tools)], tokenizer)

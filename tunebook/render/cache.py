@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tunebook.data.rows import Row
 
-RENDERER_VERSION = 2
+RENDERER_VERSION = 3
 """Raised with every change that gives other tokens or another mask."""
 
 ARRAYS: dict[str, Any] = {

@@ -73,6 +73,8 @@ class Profile:
     system_role: bool
     tool_calls: bool
     """It prints names and arguments of tool calls."""
+    tools: bool
+    """It prints the functions that a model may call."""
     tool_results: bool
     """It prints what a tool returned."""
     markers: bool
@@ -270,6 +272,7 @@ def _profile(template: ChatTemplate) -> Profile:
         escapes_arguments=0 < min(lost.values()) < LOST,
         system_role=_shows_system(template),
         tool_calls=min(lost.values()) < LOST or min(lost.values()) == REFUSED,
+        tools=_shows_tools(template),
         tool_results=_shows_tool_results(template),
         markers=False,
         notes=tuple(notes),
@@ -368,6 +371,16 @@ def _shows_system(template: ChatTemplate) -> bool:
     except TemplateRefusal:
         return False
     return SYSTEM["content"] in text
+
+
+def _shows_tools(template: ChatTemplate) -> bool:
+    """Whether names and parameters of functions are printed without a call that holds them."""
+    for messages in ([USER, ANSWER], [SYSTEM, USER, ANSWER]):
+        with suppress(TemplateRefusal):
+            text = template.text(messages, TOOLS, generation_prompt=False)
+            if "wemble_town" in text and "krill_name" in text:
+                return True
+    return False
 
 
 def _shows_tool_results(template: ChatTemplate) -> bool:

@@ -249,6 +249,8 @@ def look_up(template: ChatTemplate, turns: Sequence[Turn], tools: Tools, text: s
 
     Reasoning is not looked for: a template may leave out that of earlier turns.
     """
+    if tools and not template.profile.tools:
+        return Found(-1, False)
     for tool in tools or ():
         function = tool.get("function", tool)
         parameters = (function.get("parameters") or {}).get("properties") or {}
