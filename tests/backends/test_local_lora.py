@@ -300,3 +300,24 @@ def test_bfloat16_base_keeps_float32_masters(tiny) -> None:
     assert all(
         p.grad is not None and p.grad.dtype == torch.float32 for p in weights.parameters.values()
     )
+
+
+def test_a_layer_that_gives_more_than_its_output_is_refused(tiny) -> None:
+    """Some routers are linear layers that return a tuple; an adapter cannot be added to that."""
+    base = load(tiny.untied)
+
+    class Router(nn.Linear):
+        def forward(self, input):
+            return super().forward(input), None
+
+    class Unpacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = Router(32, 32, bias=False)
+
+        def forward(self, inputs):
+            return self.router(inputs)[0]
+
+    base.model.model.layers[0].mlp = Unpacked()
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.router.*more than one tensor"):
+        AdapterWeights(base, make_lora())

@@ -251,11 +251,19 @@ def check_reached(
     Experts are exempt: a router may leave some of them out.
 
     Raises:
-        ConfigError: a layer's weight is used without calling the layer.
+        ConfigError: a layer's weight is used without calling the layer, or a layer gives more than
+            its output, as some routers do.
     """
     called: set[str] = set()
+    odd: list[str] = []
+
+    def note(name: str, output: object) -> None:
+        called.add(name)
+        if not isinstance(output, Tensor):
+            odd.append(name)
+
     handles = [
-        layer.module.register_forward_hook(lambda *_, name=name: called.add(name))
+        layer.module.register_forward_hook(lambda *given, name=name: note(name, given[-1]))
         for name, layer in layers.items()
     ]
     try:
@@ -263,6 +271,11 @@ def check_reached(
     finally:
         for handle in handles:
             handle.remove()
+    if odd:
+        raise ConfigError(
+            f"lora.target_modules: an adapter cannot be added to {', '.join(odd[:8])} of "
+            f"{model_name}, which give more than one tensor (a router?). List the layers to train"
+        )
     unreached = [name for name in layers if name not in called and ".experts." not in name]
     if unreached:
         raise ConfigError(
