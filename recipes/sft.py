@@ -98,7 +98,7 @@ def prepare(config: SFTConfig) -> Task:
     loss_fn = build_function(config.loss, key="loss")
     check_columns(loss_fn, COLUMNS, recipe="sft")
     monitor = choose_monitor(config.eval, available=NLL_METRICS, default="eval/loss")
-    check_backend(config)
+    trainable_parameters = check_backend(config)
     tracker = build(config.tracker, key="tracker") if config.tracker else None
     if tracker is not None:
         tracker.check()
@@ -123,6 +123,7 @@ def prepare(config: SFTConfig) -> Task:
         monitor=monitor if eval_data else None,
         downgrades=downgrades,
     )
+    summary["trainable_parameters"] = trainable_parameters
     summary["warnings"] += check_resumed(config, summary)
     if config.resume is not None:
         check_can_go_on(config, plan, monitor)

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -98,12 +97,10 @@ except SystemExit:
     print([name for name in {HEAVY!r} if name in sys.modules])
 """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ
     )
     assert done.stdout.splitlines()[-1] == "[]"
-    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(

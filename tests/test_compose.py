@@ -5,7 +5,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -109,10 +108,8 @@ def test_a_misspelt_key_in_a_file_names_the_valid_one(tmp_path):
 
 
 def test_the_command_line_fails_fast_and_clearly(tmp_path):
-    """`optimizer.lr` fails in under 2 s (measured with room for a busy machine), exit code 2."""
-    started = time.monotonic()
+    """Before anything heavy is imported (see below), with exit code 2, and writing nothing."""
     done = run_recipe("optimizer.lr=1e-4", cwd=tmp_path)
-    assert time.monotonic() - started < 20
     assert done.returncode == 2
     assert "optimizer.learning_rate" in done.stderr
     assert "Traceback" not in done.stderr

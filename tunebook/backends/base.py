@@ -148,11 +148,12 @@ class Backend(Protocol):
         """What the workload will take; creates nothing that lasts or bills."""
         ...
 
-    def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> None:
-        """Returns if an adapter can be trained on the model, and can begin from a checkpoint.
+    def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
+        """Number of parameters that would be trained, if the model can be trained so at all.
 
-        Loads no weights and opens nothing, so what needs weights to be seen is left to
-        `open_session`: another base of the same architecture, damaged files.
+        None = not known before a session is opened. Loads no weights and opens nothing, so what
+        needs weights to be seen is left to `open_session`: another base of the same architecture,
+        damaged files.
 
         Args:
             lora: the adapter; None = full weights.

@@ -28,7 +28,7 @@ from tunebook.backends.local.fit import (
     check_full_model_fits,
     check_start,
 )
-from tunebook.backends.local.lora import adapter_targets, check_lora
+from tunebook.backends.local.lora import adapter_targets, check_lora, features_of
 from tunebook.backends.local.peft_format import (
     is_peft_adapter,
     read_peft_config,
@@ -128,16 +128,23 @@ class LocalBackend:
             max_seq_len=self._read_max_seq_len(),
         )
 
-    def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> None:
+    def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
         architecture = read_architecture(
             self._model, revision=self._revision, trust_remote_code=self._trust_remote_code
         )
+        count = None
         if lora is not None:
             check_lora(lora)
             if architecture is not None:
-                adapter_targets(architecture.model, architecture.head, lora.target_modules)
+                targets = adapter_targets(
+                    architecture.model, architecture.head, lora.target_modules
+                )
+                count = sum(lora.rank * sum(features_of(layer)) for layer in targets.values())
+        elif architecture is not None:
+            count = sum(parameter.numel() for parameter in architecture.model.parameters())
         if start is not None:
             check_start(start.path, lora, architecture=architecture)
+        return count
 
     def open_session(
         self,
