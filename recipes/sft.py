@@ -166,7 +166,9 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
     promoted, and the run is recorded as cancelled.
     """
     config, plan = task.config, task.plan
-    saves_at = checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
+    saves_at = frozenset(
+        checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
+    )
     book = CheckpointBook(run, task.monitor, keep=config.checkpoints.keep)
     done = step = book.resumed_step
     stop_reason = planned_stop(plan)
