@@ -279,7 +279,7 @@ def run_wandb(
         [sys.executable, "-c", WANDB_RUN, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
         env=environ,
     )

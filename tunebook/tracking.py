@@ -27,6 +27,8 @@ QUEUE_SIZE = 10_000
 """Points that wait for a slow tracker; further ones are left out of it."""
 SLOW_CALL_S = 20.0
 """Seconds after which a call to a tracker is reported as hanging."""
+INIT_WAIT_S = 20.0
+"""Seconds that a tracker may take to begin; the process may wait that long when it ends."""
 FINISH_WAIT_S = 30.0
 """Seconds that the end of a run waits for a tracker."""
 WANDB_UPLOAD_S = 20.0
@@ -278,7 +280,7 @@ class WandbTracker:
                 save_code=False,
                 x_disable_meta=True,
                 x_disable_machine_info=True,
-                init_timeout=60,
+                init_timeout=INIT_WAIT_S,
                 finish_timeout=WANDB_UPLOAD_S,
             ),
         )
