@@ -21,6 +21,7 @@ from tunebook.backends.local.base_model import (
     resolve_dtype,
 )
 from tunebook.backends.local.checkpoint import clean_up
+from tunebook.backends.local.engine.engine import Engine, make_engine
 from tunebook.backends.local.execution import padded_tokens
 from tunebook.backends.local.export import is_full_model
 from tunebook.backends.local.fit import (
@@ -36,7 +37,7 @@ from tunebook.backends.local.peft_format import (
 )
 from tunebook.backends.local.queue import OperationQueue
 from tunebook.backends.local.session import LocalSession, SessionSettings
-from tunebook.backends.local.weights import AdapterWeights, FullWeights
+from tunebook.backends.local.weights import AdapterWeights, FullWeights, TrainedWeights
 from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.models import load_causal_lm, load_tokenizer, resolve_model
 from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
@@ -59,6 +60,7 @@ class LocalBackend:
         device: str = "auto",
         dtype: str = "auto",
         micro_batch_tokens: int | None = None,
+        fast: bool = True,
         revision: str | None = None,
         trust_remote_code: bool = False,
         allow_pickle: bool = False,
@@ -75,6 +77,8 @@ class LocalBackend:
                 where larger ones only add padding, 8,192 elsewhere. It changes how fast, not
                 what is computed, with one exception: where `lora.dropout` is above 0, the masks
                 are drawn for each micro-batch as a whole, so other micro-batches draw others.
+            fast: train adapters by the fast path where the model is of a family it knows; False
+                computes with the model's own code always.
             revision: hub revision.
             trust_remote_code: allow the model repository's own Python code.
             allow_pickle: allow weights other than safetensors.
@@ -92,6 +96,7 @@ class LocalBackend:
         self._device = resolve_device(device)
         self._dtype = resolve_dtype(dtype, self._device)
         self._micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(self._device)
+        self._fast = fast
         self._revision = revision
         self._trust_remote_code = trust_remote_code
         self._allow_pickle = allow_pickle
@@ -101,6 +106,7 @@ class LocalBackend:
         self._sessions: dict[str, LocalSession] = {}
         self._training_base = False
         self._base: BaseModel | None = None
+        self._engine: Engine | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._max_seq_len: int | None = None
         self._config_read = False
@@ -163,6 +169,7 @@ class LocalBackend:
         session = LocalSession(
             name,
             base=base,
+            engine=self._engine_for(base, weights),
             weights=weights,
             queue=self._queue,
             settings=SessionSettings(
@@ -211,7 +218,7 @@ class LocalBackend:
     def close(self) -> None:
         for session in list(self._sessions.values()):
             session.close()
-        self._base = None
+        self._base = self._engine = None
         self._closed = True
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -267,7 +274,7 @@ class LocalBackend:
         weight_dtype = torch.float32 if full else self._dtype
         if self._base is None or self._base.model.dtype != weight_dtype:
             assert not self._sessions
-            self._base = None
+            self._base = self._engine = None
             self._base = load_base_model(
                 self._model,
                 device=self._device,
@@ -278,6 +285,18 @@ class LocalBackend:
                 allow_pickle=self._allow_pickle,
             )
         return self._base
+
+    def _engine_for(self, base: BaseModel, weights: TrainedWeights) -> Engine | None:
+        """The fast path if it can train these weights."""
+        if not self._fast or not isinstance(weights, AdapterWeights):
+            return None
+        if self._engine is None or self._engine.base is not base:
+            self._engine = make_engine(base, recompute=False)
+        engine = self._engine
+        # Dropout masks are the general path's; so are layers outside the decoder.
+        if engine is None or weights.generator is not None:
+            return None
+        return engine if weights.layers.keys() <= engine.decoder.parts.keys() else None
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -302,7 +321,7 @@ class LocalBackend:
         del self._sessions[name]
         if self._training_base:
             # The weights are no longer those of the base model: load them again when needed.
-            self._base = None
+            self._base = self._engine = None
             self._training_base = False
 
 

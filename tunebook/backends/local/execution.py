@@ -42,11 +42,7 @@ def micro_batches(
     Raises:
         BackendError: the rows are not a whole number of units.
     """
-    if rows_per_unit < 1 or len(lengths) % rows_per_unit:
-        raise BackendError(
-            f"{len(lengths)} rows cannot be split into units of {rows_per_unit} rows "
-            "(rows_per_unit must be at least 1 and divide the number of rows)"
-        )
+    check_units(len(lengths), rows_per_unit=rows_per_unit)
     units = [
         tuple(range(first, first + rows_per_unit))
         for first in range(0, len(lengths), rows_per_unit)
@@ -68,6 +64,19 @@ def micro_batches(
     if rows:
         plan.append(MicroBatch(tuple(rows), num_columns))
     return plan
+
+
+def check_units(num_rows: int, *, rows_per_unit: int) -> None:
+    """Returns if rows are a whole number of units.
+
+    Raises:
+        BackendError: they are not.
+    """
+    if rows_per_unit < 1 or num_rows % rows_per_unit:
+        raise BackendError(
+            f"{num_rows} rows cannot be split into units of {rows_per_unit} rows "
+            "(rows_per_unit must be at least 1 and divide the number of rows)"
+        )
 
 
 def padded_tokens(lengths: Sequence[int], *, rows_per_unit: int, max_tokens: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from tunebook.errors import BackendError, TunebookError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -52,13 +53,34 @@ class LocalFuture(Generic[T]):
         self._value, self._error, self._done = value, error, True
 
 
+@dataclass(frozen=True, slots=True)
+class Joint(Generic[S, T]):
+    """An operation that can run together with others of its kind."""
+
+    kind: str
+    """Operations of one kind meet."""
+    begin: Callable[[], S]
+    """Checks and prepares the operation; what it raises is the operation's failure."""
+    run: Callable[[list[S]], None]
+    """Runs what several `begin` returned; what it raises is the failure of all of them."""
+    finish: Callable[[S], T]
+    """The value of the operation, or its failure, once all have run."""
+    drop: Callable[[], None]
+    """Called where the operation has failed."""
+
+
 @dataclass(slots=True)
 class _Operation:
     lane: Lane
     name: str
-    run: Callable[[], Any]
+    run: Callable[[], Any] | Joint[Any, Any]
     future: LocalFuture[Any]
     poisons: bool
+
+    @property
+    def kind(self) -> str | None:
+        """What it can run together with."""
+        return self.run.kind if isinstance(self.run, Joint) else None
 
 
 class OperationQueue:
@@ -69,14 +91,20 @@ class OperationQueue:
         self._lock = threading.RLock()
 
     def submit(
-        self, lane: Lane, name: str, run: Callable[[], T], *, poisons: bool = True
+        self,
+        lane: Lane,
+        name: str,
+        run: Callable[[], T] | Joint[Any, T],
+        *,
+        poisons: bool = True,
     ) -> LocalFuture[T]:
         """A future for `run`, which is called when this or a later operation is waited for.
 
         Args:
             lane: the session it belongs to.
             name: for error messages.
-            run: the operation.
+            run: the operation; a joint one runs together with those of its kind that other
+                sessions have queued next, and that this session has queued right after it.
             poisons: whether its failure makes later operations of the session fail.
 
         Raises:
@@ -114,21 +142,85 @@ class OperationQueue:
             self._operations = kept
 
     def _run(self, operation: _Operation) -> None:
-        lane = operation.lane
-        if lane.failure is not None:
+        if isinstance(operation.run, Joint):
+            self._run_together([operation, *self._take_companions(operation)])
+        elif operation.lane.failure is not None:
             operation.future.settle(None, _refused(operation))
+        else:
+            _settle(operation, operation.run)
+
+    def _take_companions(self, first: _Operation) -> list[_Operation]:
+        """Takes out of the queue what can run with an operation without changing any order.
+
+        That is what stands first in the line of its session, or behind such operations only.
+        """
+        companions: list[_Operation] = []
+        others: deque[_Operation] = deque()
+        blocked: set[int] = set()
+        for operation in self._operations:
+            lane = id(operation.lane)
+            if lane not in blocked and operation.kind == first.kind:
+                companions.append(operation)
+            else:
+                blocked.add(lane)
+                others.append(operation)
+        self._operations = others
+        return companions
+
+    def _run_together(self, operations: list[_Operation]) -> None:
+        started: list[tuple[_Operation, Joint[Any, Any], Any]] = []
+        for operation in operations:
+            joint = operation.run
+            assert isinstance(joint, Joint)
+            if operation.lane.failure is not None:
+                operation.future.settle(None, _refused(operation))
+                continue
+            try:
+                started.append((operation, joint, joint.begin()))
+            except Exception as error:
+                joint.drop()
+                _fail(operation, error)
+        if not started:
             return
         try:
-            value = operation.run()
+            started[0][1].run([state for _, _, state in started])
         except BaseException as error:
-            operation.future.settle(None, error)
-            if operation.poisons:
-                lane.failed_operation, lane.failure = operation.name, error
+            for operation, joint, _ in started:
+                joint.drop()
+                _fail(operation, error)
             # An interrupt concerns whoever waits now, not only the owner of this operation.
             if not isinstance(error, Exception):
                 raise
-        else:
-            operation.future.settle(value, None)
+            return
+        for operation, joint, state in started:
+            if operation.lane.failure is not None:
+                operation.future.settle(None, _refused(operation))
+                continue
+            try:
+                value = joint.finish(state)
+            except Exception as error:
+                joint.drop()
+                _fail(operation, error)
+            else:
+                operation.future.settle(value, None)
+
+
+def _settle(operation: _Operation, run: Callable[[], Any]) -> None:
+    try:
+        value = run()
+    except BaseException as error:
+        _fail(operation, error)
+        # An interrupt concerns whoever waits now, not only the owner of this operation.
+        if not isinstance(error, Exception):
+            raise
+    else:
+        operation.future.settle(value, None)
+
+
+def _fail(operation: _Operation, error: BaseException) -> None:
+    operation.future.settle(None, error)
+    if operation.poisons and operation.lane.failure is None:
+        operation.lane.failed_operation, operation.lane.failure = operation.name, error
 
 
 def _dropped(operation: _Operation) -> BackendError:

@@ -9,7 +9,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 
@@ -21,13 +21,20 @@ from tunebook.backends.base import Future, Generator, LossFn
 from tunebook.backends.local import checkpoint, optimizers
 from tunebook.backends.local.base_model import BaseModel
 from tunebook.backends.local.checkpoint import CheckpointState
-from tunebook.backends.local.execution import MicroBatch, micro_batches
+from tunebook.backends.local.engine.engine import Engine, Job
+from tunebook.backends.local.execution import MicroBatch, check_units, micro_batches
 from tunebook.backends.local.export import export_adapter, export_full_model
 from tunebook.backends.local.fit import check_fits
 from tunebook.backends.local.generator import LocalGenerator
-from tunebook.backends.local.logprobs import collate, collate_columns, target_logprobs
-from tunebook.backends.local.queue import Lane, OperationQueue
+from tunebook.backends.local.logprobs import (
+    collate,
+    collate_columns,
+    supervised,
+    target_logprobs,
+)
+from tunebook.backends.local.queue import Joint, Lane, OperationQueue
 from tunebook.backends.local.weights import (
+    AdapterWeights,
     TrainedWeights,
     check_finite,
     layer_names,
@@ -51,6 +58,16 @@ class SessionSettings:
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]
 
 
+@dataclass(slots=True)
+class _Losses:
+    """A loss function and the sums of what it returned for the parts of one operation."""
+
+    loss_fn: LossFn
+    names: list[str]
+    """Of the columns it reads."""
+    totals: Metrics = field(default_factory=lambda: {"loss": 0.0})
+
+
 class LocalSession:
     """One adapter (or the full weights) being trained; see `tunebook.backends.base.Session`."""
 
@@ -59,6 +76,7 @@ class LocalSession:
         name: str,
         *,
         base: BaseModel,
+        engine: Engine | None,
         weights: TrainedWeights,
         queue: OperationQueue,
         settings: SessionSettings,
@@ -68,6 +86,7 @@ class LocalSession:
         self.step = 0
         """Optimizer steps that the weights have seen."""
         self._base = base
+        self._engine = engine
         self._weights = weights
         self._queue = queue
         self._settings = settings
@@ -84,17 +103,45 @@ class LocalSession:
 
     def forward(self, data: Sequence[Datum]) -> Future[list[Tensor]]:
         rows = list(data)
-        return self._queue.submit(self._lane, "forward", lambda: self._forward(rows))
+        engine = self._engine
+        if engine is None:
+            return self._queue.submit(self._lane, "forward", lambda: self._forward(rows))
+        joint: Joint[Job, list[Tensor]] = Joint(
+            kind="forward",
+            begin=lambda: self._begin_job(engine, rows, score=None, rows_per_unit=1),
+            run=lambda jobs: self._run_jobs(engine, jobs),
+            finish=lambda job: [job.logprobs[row] for row in range(len(rows))],
+            drop=lambda: None,
+        )
+        return self._queue.submit(self._lane, "forward", joint)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: LossFn, *, rows_per_unit: int = 1
     ) -> Future[Metrics]:
         rows = list(data)
-        return self._queue.submit(
-            self._lane,
-            "forward_backward",
-            lambda: self._forward_backward(rows, loss_fn, rows_per_unit=rows_per_unit),
+        engine = self._engine
+        if engine is None:
+            return self._queue.submit(
+                self._lane,
+                "forward_backward",
+                lambda: self._forward_backward(rows, loss_fn, rows_per_unit=rows_per_unit),
+            )
+        losses = _Losses(loss_fn, column_names(loss_fn))
+        joint: Joint[Job, Metrics] = Joint(
+            kind="forward_backward",
+            begin=lambda: self._begin_job(
+                engine,
+                rows,
+                score=lambda numbers, logprobs: self._score(
+                    [rows[number] for number in numbers], logprobs, losses
+                ),
+                rows_per_unit=rows_per_unit,
+            ),
+            run=lambda jobs: self._run_jobs(engine, jobs),
+            finish=lambda job: self._finish_job(job, losses),
+            drop=self._clear_gradients,
         )
+        return self._queue.submit(self._lane, "forward_backward", joint)
 
     def optim_step(self, params: OptimizerParams) -> Future[Metrics]:
         return self._queue.submit(self._lane, "optim_step", lambda: self._optim_step(params))
@@ -210,26 +257,69 @@ class LocalSession:
         self, data: list[Datum], loss_fn: LossFn, *, rows_per_unit: int
     ) -> Metrics:
         self._check_data(data)
-        names = column_names(loss_fn)
-        totals: Metrics = {"loss": 0.0}
+        losses = _Losses(loss_fn, column_names(loss_fn))
         with self._weights.applied(dropout=True), self._dropping_gradients_on_failure():
             for micro_batch in self._plan(data, rows_per_unit=rows_per_unit):
                 rows = [data[row] for row in micro_batch.rows]
-                for name, value in self._micro_step(rows, micro_batch, loss_fn, names).items():
-                    totals[name] = totals.get(name, 0.0) + value
+                batch = collate(
+                    rows, num_columns=micro_batch.num_columns, device=self._base.device
+                )
+                replay = None if self._weights.generator is None else self._weights.replay
+                logprobs_BT = target_logprobs(self._base, batch, fill=0.0, replay=replay)
+                loss = self._loss(rows, logprobs_BT, losses)
+                if loss is not None:
+                    loss.backward()
             self._weights.collect_gradients()
         self._has_gradient = True
-        return totals
+        return losses.totals
 
-    def _micro_step(
-        self, rows: list[Datum], micro_batch: MicroBatch, loss_fn: LossFn, names: list[str]
-    ) -> Metrics:
-        device, num_columns = self._base.device, micro_batch.num_columns
-        batch = collate(rows, num_columns=num_columns, device=device)
-        columns = collate_columns(rows, names, num_columns=num_columns, device=device)
-        replay = None if self._weights.generator is None else self._weights.replay
-        logprobs_BT = target_logprobs(self._base, batch, fill=0.0, replay=replay)
-        loss, metrics = loss_and_metrics(loss_fn, loss_fn(logprobs_BT, **columns))
+    def _begin_job(
+        self,
+        engine: Engine,
+        rows: list[Datum],
+        *,
+        score: Callable[[Sequence[int], Tensor], Tensor | None] | None,
+        rows_per_unit: int,
+    ) -> Job:
+        self._check_data(rows)
+        assert isinstance(self._weights, AdapterWeights)
+        check_units(len(rows), rows_per_unit=rows_per_unit)
+        return Job(
+            rows=rows,
+            adapter=self._weights.applied_to(engine.decoder),
+            score=score,
+            rows_per_unit=rows_per_unit,
+        )
+
+    def _run_jobs(self, engine: Engine, jobs: list[Job]) -> None:
+        with self._explaining_memory():
+            engine.run(jobs, max_tokens=self._settings.micro_batch_tokens)
+
+    def _score(self, rows: list[Datum], logprobs: Tensor, losses: "_Losses") -> Tensor | None:
+        """The gradient of the loss with respect to log-probs `[B, T]`; None = it is 0."""
+        leaf = logprobs.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = self._loss(rows, leaf, losses)
+        if loss is None:
+            return None
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return gradient
+
+    def _finish_job(self, job: Job, losses: "_Losses") -> Metrics:
+        if job.error is not None:
+            raise job.error
+        assert isinstance(self._weights, AdapterWeights) and job.adapter is not None
+        self._weights.add_gradients(job.adapter)
+        self._has_gradient = True
+        return losses.totals
+
+    def _loss(self, rows: list[Datum], logprobs_BT: Tensor, losses: "_Losses") -> Tensor | None:
+        """The loss of some rows, added to the totals; None where no row carries weight."""
+        columns = collate_columns(
+            rows, losses.names, num_columns=logprobs_BT.shape[1], device=logprobs_BT.device
+        )
+        returned = losses.loss_fn(logprobs_BT, **columns)
+        loss, metrics = loss_and_metrics(losses.loss_fn, returned)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise NonFiniteError(
@@ -237,11 +327,13 @@ class LocalSession:
                 "was dropped and no step is taken. Look at the rows of this step, or lower "
                 "optimizer.learning_rate"
             )
+        for name, metric in {"loss": value, **metrics}.items():
+            losses.totals[name] = losses.totals.get(name, 0.0) + metric
         if loss.requires_grad:
-            loss.backward()
-        elif bool(batch.selected.any()):
+            return loss
+        if any(supervised(datum).any() for datum in rows):
             raise BackendError("the loss does not depend on the log-probs it was given")
-        return {"loss": value, **metrics}
+        return None
 
     def _optim_step(self, params: OptimizerParams) -> Metrics:
         optimizers.check_params(params)

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tunebook.backends.local.base_model import BaseModel
+from tunebook.backends.local.engine.adapters import (
+    AppliedAdapter,
+    applied_adapter,
+    gradients_of,
+)
+from tunebook.backends.local.engine.decoder import Decoder
 from tunebook.backends.local.logprobs import replayed
 from tunebook.backends.local.lora import LoraLayer, adapter_targets, check_lora, check_reached
 from tunebook.errors import NonFiniteError
@@ -110,6 +116,28 @@ class AdapterWeights:
         if self.generator is None:
             return self._nothing_random()
         return replayed(self.generator, self.generator.get_state())
+
+    def applied_to(
+        self, decoder: Decoder, values: Mapping[str, Tensor] | None = None
+    ) -> AppliedAdapter:
+        """The adapter as the fast path computes with it.
+
+        Args:
+            decoder: of the base.
+            values: name -> tensor to compute with instead of the parameters themselves.
+        """
+        source = self.parameters if values is None else values
+        return applied_adapter(
+            decoder,
+            {name: (source[name + LORA_A], source[name + LORA_B]) for name in self.layers},
+            {name: layer.scale for name, layer in self.layers.items()},
+        )
+
+    def add_gradients(self, adapter: AppliedAdapter) -> None:
+        """Adds what the fast path has summed, and makes the sums the parameters' gradient."""
+        for name, (gradient_a, gradient_b) in gradients_of(adapter).items():
+            self.layers[name].add_gradient(gradient_a, gradient_b)
+        self.collect_gradients()
 
     def collect_gradients(self) -> None:
         for layer in self.layers.values():

@@ -1,0 +1,291 @@
+"""Runs the operations of several sessions together over one decoder.
+
+Legend: B rows of one operation in one stream, T tokens, N tokens of the stream, H hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tunebook.backends.local.base_model import BaseModel
+from tunebook.backends.local.engine import head
+from tunebook.backends.local.engine.adapters import AdapterSpan, AppliedAdapter
+from tunebook.backends.local.engine.decoder import Decoder, check_rows, read_decoder
+from tunebook.backends.local.engine.layers import (
+    Pass,
+    Ran,
+    normalised,
+    normalised_backward,
+    run_layers,
+    run_layers_backward,
+)
+from tunebook.backends.local.engine.layout import Group, Span, Stream, groups_of, lay_out, pack
+from tunebook.backends.local.logprobs import supervised
+from tunebook.types import Datum
+
+MIN_STREAM = 32
+"""Tokens of the shortest stream; below a few, matrix products take other code and other bits."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A forward, or a forward and backward, of one session's rows."""
+
+    rows: Sequence[Datum]
+    adapter: AppliedAdapter | None
+    """None = the base alone."""
+    score: Callable[[Sequence[int], Tensor], Tensor | None] | None
+    """`(row numbers, log-probs [B, T]) -> gradient of the log-probs, [B, T]`; called once for each
+    stream that holds rows of the job. None from it = no gradient. Without a score, the job is a
+    forward."""
+    rows_per_unit: int = 1
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """Row number -> `[T]` float32, NaN where not computed; filled where there is no score."""
+    error: Exception | None = None
+    """What `score` raised; the job's other rows are not computed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Positions of one job in a stream whose log-probs are wanted."""
+
+    row_index: np.ndarray
+    """`[M]` of the rows of the job in this stream."""
+    column: np.ndarray
+    """`[M]` position in the row."""
+    place: np.ndarray
+    """`[M]` position in the stream."""
+    target: np.ndarray
+    """`[M]` token that is scored."""
+
+
+class Engine:
+    """The fast path over one base model."""
+
+    def __init__(self, base: BaseModel, decoder: Decoder, *, recompute: bool) -> None:
+        """Takes a base model and its decoder.
+
+        Args:
+            base: the frozen model.
+            decoder: of the model.
+            recompute: keep less for the backward pass and compute it again.
+        """
+        assert base.logits_rule is not None
+        self.base = base
+        self.decoder = decoder
+        self.recompute = recompute
+        unchanged = torch.zeros(1)
+        self._rule = None if base.logits_rule(unchanged) is unchanged else base.logits_rule
+
+    def run(self, jobs: Sequence[Job], *, max_tokens: int) -> None:
+        """Runs jobs, all forward or all forward and backward; results and errors go into the jobs.
+
+        Args:
+            jobs: of any sessions.
+            max_tokens: of a stream.
+        """
+        inputs = [[datum.tokens[:-1] for datum in job.rows] for job in jobs]
+        share = self.decoder.window is None or (
+            max(len(row) for rows in inputs for row in rows) < self.decoder.window
+        )
+        groups: list[tuple[int, Group]] = []
+        for number, (job, rows) in enumerate(zip(jobs, inputs, strict=True)):
+            found = groups_of(
+                rows, rows_per_unit=job.rows_per_unit, max_tokens=max_tokens, share=share
+            )
+            groups.extend((number, group) for group in found)
+        for members in pack([group.num_tokens for _, group in groups], max_size=max_tokens):
+            chosen: list[list[Group]] = [[] for _ in jobs]
+            for member in members:
+                number, group = groups[member]
+                if jobs[number].error is None:
+                    chosen[number].append(group)
+            if any(chosen):
+                self._run_stream(jobs, lay_out(inputs, chosen))
+
+    def begin(
+        self, stream: Stream, adapters: Sequence[AppliedAdapter | None]
+    ) -> Pass:
+        """A stream on the device, with the adapter of each of its operations."""
+        positions = torch.from_numpy(stream.positions).to(self.decoder.device)
+        spans = [
+            AdapterSpan(adapter, tokens, groups)
+            for adapter, tokens, groups in zip(
+                adapters, stream.members, stream.groups, strict=True
+            )
+            if tokens.length
+        ]
+        return Pass(self.decoder, stream, spans, self.decoder.rotations(positions))
+
+    def _run_stream(self, jobs: Sequence[Job], stream: Stream) -> None:
+        backward = any(job.score is not None for job in jobs)
+        first_trained = None
+        if backward:
+            first_trained = min(
+                job.adapter.first_layer
+                for job, rows in zip(jobs, stream.rows, strict=True)
+                if rows and job.adapter is not None
+            )
+        given = self.begin(padded(stream), [job.adapter for job in jobs])
+        ran = run_layers(given, first_trained=first_trained, recompute=self.recompute)
+        selections = [
+            select(job.rows, stream.rows[number], stream.places[number])
+            for number, job in enumerate(jobs)
+        ]
+        places = torch.from_numpy(np.concatenate([found.place for found in selections]))
+        targets = torch.from_numpy(np.concatenate([found.target for found in selections]))
+        hidden = ran.hidden[places.to(self.decoder.device)]
+        result = self._logprobs(hidden, targets, with_slopes=backward)
+        gradients: list[Tensor] = []
+        start = 0
+        for number, (job, found) in enumerate(zip(jobs, selections, strict=True)):
+            stop = start + len(found.place)
+            logprobs = result.logprobs[start:stop]
+            if stream.rows[number]:
+                gradients.append(self._settle(job, stream.rows[number], found, logprobs))
+            start = stop
+        if backward:
+            self._backward(given, ran, hidden, places, result, torch.cat(gradients))
+
+    def _logprobs(self, hidden: Tensor, targets: Tensor, *, with_slopes: bool) -> head.HeadResult:
+        weight, bias = self.base.head.weight, getattr(self.base.head, "bias", None)
+        assert isinstance(weight, Tensor)
+        return head.target_logprobs(
+            normalised(hidden, self.decoder.final_norm).to(self.decoder.dtype),
+            targets.to(self.decoder.device).long(),
+            weight=weight.detach(),
+            bias=bias,
+            rule=self._rule,
+            with_slopes=with_slopes,
+        )
+
+    def _settle(
+        self, job: Job, rows: tuple[int, ...], found: Selected, logprobs: Tensor
+    ) -> Tensor:
+        """Gives a job its log-probs; returns their gradient, `[M]`."""
+        longest = max(job.rows[row].num_scored for row in rows)
+        fill = torch.nan if job.score is None else 0.0
+        padded_BT = torch.full((len(rows), longest), fill, device=logprobs.device)
+        at = (
+            torch.from_numpy(found.row_index).to(logprobs.device),
+            torch.from_numpy(found.column).to(logprobs.device),
+        )
+        padded_BT[at] = logprobs
+        if job.score is None:
+            on_cpu = padded_BT.cpu()
+            for index, row in enumerate(rows):
+                # A copy: a view would keep the padded rows alive.
+                job.logprobs[row] = on_cpu[index, : job.rows[row].num_scored].clone()
+            return torch.zeros_like(logprobs)
+        try:
+            gradient_BT = job.score(rows, padded_BT)
+        except Exception as error:
+            # It concerns this job alone; those that share the stream go on.
+            job.error = error
+            return torch.zeros_like(logprobs)
+        return torch.zeros_like(logprobs) if gradient_BT is None else gradient_BT[at].float()
+
+    def _backward(
+        self,
+        given: Pass,
+        ran: Ran,
+        hidden: Tensor,
+        places: Tensor,
+        result: head.HeadResult,
+        gradients: Tensor,
+    ) -> None:
+        if not bool(gradients.any()):
+            return
+        assert result.slopes is not None
+        outer = normalised_backward(
+            result.slopes * gradients[:, None], hidden, self.decoder.final_norm
+        )
+        gradient = torch.zeros_like(ran.hidden)
+        gradient.index_add_(0, places.to(gradient.device), outer)
+        run_layers_backward(given, ran, gradient)
+
+
+def select(
+    rows: Sequence[Datum], numbers: Sequence[int], places: Sequence[np.ndarray]
+) -> Selected:
+    """The positions of some rows that carry weight.
+
+    Args:
+        rows: of the job.
+        numbers: of the rows in the stream.
+        places: for each of them `[T]`, where its tokens stand.
+    """
+    empty = np.zeros(0, np.int64)
+    row_index, column, place, target = [empty], [empty], [empty], [empty]
+    for index, (number, row_places) in enumerate(zip(numbers, places, strict=True)):
+        columns = np.flatnonzero(supervised(rows[number]))
+        row_index.append(np.full(len(columns), index))
+        column.append(columns)
+        place.append(row_places[columns].astype(np.int64))
+        target.append(rows[number].tokens[1:][columns].astype(np.int64))
+    return Selected(*(np.concatenate(each) for each in (row_index, column, place, target)))
+
+
+def padded(stream: Stream) -> Stream:
+    """A stream of at least `MIN_STREAM` tokens; what is added sees nothing and nobody sees it."""
+    missing = MIN_STREAM - stream.num_tokens
+    if missing <= 0:
+        return stream
+    span = Span(stream.num_tokens, stream.num_tokens + missing)
+    return Stream(
+        tokens=np.concatenate([stream.tokens, np.zeros(missing, np.int32)]),
+        positions=np.concatenate([stream.positions, np.arange(missing, dtype=np.int32)]),
+        segments=(*stream.segments, span),
+        crosses=stream.crosses,
+        members=stream.members,
+        groups=stream.groups,
+        rows=stream.rows,
+        places=stream.places,
+    )
+
+
+def make_engine(base: BaseModel, *, recompute: bool) -> Engine | None:
+    """The fast path over a base model, or None if it is not known to compute what the model does.
+
+    Args:
+        base: frozen.
+        recompute: see `Engine`.
+    """
+    if base.logits_rule is None:
+        return None
+    decoder = read_decoder(base.model, base.body)
+    if decoder is None or not agrees(base.model, base.body, decoder):
+        return None
+    return Engine(base, decoder, recompute=recompute)
+
+
+@torch.no_grad()
+def agrees(model: PreTrainedModel, body: torch.nn.Module, decoder: Decoder) -> bool:
+    """Whether a decoder gives the hidden states that the model's own code gives.
+
+    The rows checked share a beginning, which the decoder computes once and the model each time.
+    """
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, torch.nn.Module) and isinstance(embeddings.weight, Tensor)
+    rows = check_rows(embeddings.weight.shape[0], window=decoder.window)
+    longest = max(len(row) for row in rows)
+    share = decoder.window is None or longest < decoder.window
+    groups = groups_of(rows, rows_per_unit=1, max_tokens=longest * len(rows), share=share)
+    stream = lay_out([rows], [groups])
+    positions = torch.from_numpy(stream.positions).to(decoder.device)
+    given = Pass(decoder, stream, [], decoder.rotations(positions))
+    ran = run_layers(given, first_trained=None, recompute=False)
+    found = normalised(ran.hidden, decoder.final_norm)
+    tolerance = 1e-4 if decoder.dtype == torch.float32 else 5e-2
+    for row, places in zip(rows, stream.places[0], strict=True):
+        tokens = torch.from_numpy(row).to(decoder.device).long()[None]
+        expected = body(input_ids=tokens, use_cache=False).last_hidden_state[0].float()
+        scale = float(expected.abs().max()) or 1.0
+        own = found[torch.from_numpy(places).to(decoder.device).long()]
+        if not float((own - expected).abs().max()) <= tolerance * scale:
+            return False
+    return True

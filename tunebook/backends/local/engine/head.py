@@ -1,0 +1,86 @@
+"""Log-probs of target tokens and their gradient from the output head, in one pass.
+
+The log-prob of a target depends on one hidden state, so its gradient with respect to that state can
+be computed while the logits are at hand, before anybody knows by what it will be multiplied. Logits
+exist for a few rows at a time and are computed once.
+Legend: N selected positions, H hidden size, V vocabulary, C rows of a chunk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tunebook.backends.local.engine.products import linear, linear_backward
+
+CHUNK_LOGITS = 16 * 2**20
+"""Logit values of a chunk: 64 MiB in float32, whatever the vocabulary."""
+MIN_ROWS = 32
+"""Rows of the smallest chunk; below a few, matrix products take other code and other bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadResult:
+    """Log-probs and how they change with the hidden states."""
+
+    logprobs: Tensor
+    """`[N]` float32, nats."""
+    slopes: Tensor | None
+    """`[N, H]` float32, the gradient of each log-prob with respect to its hidden state."""
+
+
+@torch.no_grad()
+def target_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    rule: Callable[[Tensor], Tensor] | None,
+    with_slopes: bool,
+) -> HeadResult:
+    """Log-probs of the targets.
+
+    Args:
+        hidden: `[N, H]` normalised hidden states in the head's dtype.
+        targets: `[N]`
+        weight: `[V, H]`
+        bias: `[V]`
+        rule: what the model does to the head's output, elementwise; None = nothing.
+        with_slopes: whether the gradient is wanted.
+    """
+    num_rows = max(MIN_ROWS, CHUNK_LOGITS // len(weight))
+    logprobs: list[Tensor] = []
+    slopes: list[Tensor] = []
+    for chunk, chunk_targets in zip(hidden.split(num_rows), targets.split(num_rows), strict=True):
+        fill = max(0, MIN_ROWS - len(chunk))
+        padded = torch.nn.functional.pad(chunk, (0, 0, 0, fill))
+        raw = linear(padded, weight, bias)[: len(chunk)].float()
+        logits = raw if rule is None else rule(raw)
+        chosen = logits.gather(1, chunk_targets[:, None]).squeeze(1)
+        largest, where = logits.max(dim=1)
+        probs = torch.softmax(logits, dim=1)
+        # The largest probability is at least 1 / V, so its logarithm gives log-sum-exp safely.
+        logprobs.append(chosen - largest + probs.gather(1, where[:, None]).squeeze(1).log())
+        if not with_slopes:
+            continue
+        gradient = probs.neg_()
+        gradient[torch.arange(len(chunk), device=chunk.device), chunk_targets] += 1
+        if rule is not None:
+            gradient = _through(rule, raw, gradient)
+        if fill:
+            gradient = torch.nn.functional.pad(gradient, (0, 0, 0, fill))
+        slopes.append(linear_backward(gradient.to(weight.dtype), weight)[: len(chunk)].float())
+    if not logprobs:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return HeadResult(empty, hidden.float() if with_slopes else None)
+    return HeadResult(torch.cat(logprobs), torch.cat(slopes) if with_slopes else None)
+
+
+def _through(rule: Callable[[Tensor], Tensor], raw: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of `raw` from that of `rule(raw)`."""
+    with torch.enable_grad():
+        leaf = raw.detach().requires_grad_()
+        (result,) = torch.autograd.grad(rule(leaf), leaf, gradient)
+    return result
