@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.backends.base import Capabilities
 from tunebook.backends.local import probe
+from tunebook.backends.local.allocator import keep_freed_memory
 from tunebook.backends.local.base_model import (
     BaseModel,
     load_base_model,
@@ -97,6 +98,8 @@ class LocalBackend:
         self._dtype = resolve_dtype(dtype, self._device)
         self._micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(self._device)
         self._fast = fast
+        if fast and self._device.type == "cpu":
+            keep_freed_memory()
         self._revision = revision
         self._trust_remote_code = trust_remote_code
         self._allow_pickle = allow_pickle

@@ -114,6 +114,14 @@ class Decoder:
     """Tokens of the narrowest window; None = no layer has one."""
 
     @property
+    def attention_dtype(self) -> torch.dtype:
+        """Of queries, keys and values where they meet.
+
+        On a CPU float32: the backward pass of torch's attention is slower in bfloat16.
+        """
+        return torch.float32 if self.device.type == "cpu" else self.dtype
+
+    @property
     def hidden_size(self) -> int:
         """H"""
         return len(self.final_norm.weight)

@@ -280,12 +280,12 @@ def agrees(model: PreTrainedModel, body: torch.nn.Module, decoder: Decoder) -> b
     given = Pass(decoder, stream, [], decoder.rotations(positions))
     ran = run_layers(given, first_trained=None, recompute=False)
     found = normalised(ran.hidden, decoder.final_norm)
-    tolerance = 1e-4 if decoder.dtype == torch.float32 else 5e-2
+    # bfloat16 keeps 8 bits, and the model's own code rounds its residual stream to it, too.
+    tolerance = 1e-4 if decoder.dtype == torch.float32 else 1e-1
     for row, places in zip(rows, stream.places[0], strict=True):
         tokens = torch.from_numpy(row).to(decoder.device).long()[None]
         expected = body(input_ids=tokens, use_cache=False).last_hidden_state[0].float()
-        scale = float(expected.abs().max()) or 1.0
         own = found[torch.from_numpy(places).to(decoder.device).long()]
-        if not float((own - expected).abs().max()) <= tolerance * scale:
+        if not float((own - expected).norm()) <= tolerance * float(expected.norm()):
             return False
     return True

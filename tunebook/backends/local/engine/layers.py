@@ -46,7 +46,7 @@ class KeptLayer:
     heads: Tensor
     """`[N, A + 2K, D]` queries, keys and values as projected."""
     rotated: Tensor
-    """`[N, A + K, D]` queries and keys as attention sees them."""
+    """`[N, A + K, D]` queries and keys as attention sees them, in its dtype."""
     attended: Attended
     attention_output: Tensor | None
     """`[N, H]` what attention adds, before it is normalised; None where it is not."""
@@ -128,9 +128,9 @@ def run_layer(
     heads = project(Site.QKV, normed).view(len(hidden), -1, decoder.head_dim)
     rotated = _queries_and_keys(decoder, layer, heads, given.rotations[layer.rope])
     queries, keys = rotated[:, : decoder.num_heads], rotated[:, decoder.num_heads :]
-    values = heads[:, decoder.num_heads + decoder.num_kv_heads :]
+    values = heads[:, decoder.num_heads + decoder.num_kv_heads :].to(rotated.dtype)
     attended = attend(queries, keys, values, given.stream, layer.attention, with_gradient=keep)
-    added = project(Site.OUT, attended.output.flatten(1))
+    added = project(Site.OUT, attended.output.flatten(1).to(decoder.dtype))
     attention_output = None
     if layer.attention_output_norm is not None:
         attention_output = added
@@ -200,14 +200,18 @@ def run_layer_backward(
         outer = normalised_backward(
             gradient, kept.attention_output.float(), layer.attention_output_norm
         )
-    inner = project_backward(Site.OUT, outer.to(decoder.dtype), kept.attended.output.flatten(1))
+    inner = project_backward(
+        Site.OUT,
+        outer.to(decoder.dtype),
+        kept.attended.output.flatten(1).to(decoder.dtype),
+    )
     assert inner is not None
     num_heads = decoder.num_heads
     query, key, value = attend_backward(
-        inner.view_as(kept.attended.output),
+        inner.view_as(kept.attended.output).to(kept.rotated.dtype),
         kept.rotated[:, :num_heads],
         kept.rotated[:, num_heads:],
-        kept.heads[:, num_heads + decoder.num_kv_heads :],
+        kept.heads[:, num_heads + decoder.num_kv_heads :].to(kept.rotated.dtype),
         kept.attended,
         given.stream,
         layer.attention,
@@ -217,7 +221,9 @@ def run_layer_backward(
         given.rotations[layer.rope],
     )  # fmt: skip
     normed = normalised(kept.hidden, layer.input_norm).to(decoder.dtype)
-    inner = project_backward(Site.QKV, outer.flatten(1), normed, wanted=into_input)
+    inner = project_backward(
+        Site.QKV, outer.flatten(1).to(decoder.dtype), normed, wanted=into_input
+    )
     if inner is not None:
         gradient += normalised_backward(inner.float(), kept.hidden, layer.input_norm)
 
@@ -275,14 +281,14 @@ def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor], out: Tensor, *, back:
         out: `[N, heads, D]`
         back: by the opposite angle, which is the gradient.
     """
-    cosines, sines = (each[:, None, :].to(heads.dtype) for each in rotation)
+    cosines, sines = (each[:, None, :].to(out.dtype) for each in rotation)
     first, second = heads.chunk(2, dim=-1)
     out_first, out_second = out.chunk(2, dim=-1)
     sign = -1 if back else 1
     torch.mul(first, cosines, out=out_first)
-    out_first.addcmul_(second, sines, value=-sign)
+    out_first.addcmul_(second.to(out.dtype), sines, value=-sign)
     torch.mul(second, cosines, out=out_second)
-    out_second.addcmul_(first, sines, value=sign)
+    out_second.addcmul_(first.to(out.dtype), sines, value=sign)
 
 
 def _queries_and_keys(
@@ -298,8 +304,8 @@ def _queries_and_keys(
                 normalised(plain[:, num_heads:].float(), layer.key_norm),
             ],
             dim=1,
-        ).to(heads.dtype)
-    rotated = torch.empty(plain.shape, dtype=heads.dtype, device=heads.device)
+        )
+    rotated = torch.empty(plain.shape, dtype=decoder.attention_dtype, device=heads.device)
     rotate(plain, rotation, rotated, back=False)
     return rotated
 
