@@ -163,9 +163,10 @@ def grpo(options: Options) -> dict[str, Any]:
         models={"ours": str(endless), "plain": str(endless)},
         parts={"rollout": rollout_seconds, "training": training_seconds},
     )
-    for entry in result["contestants"].values():
-        if any(step["sampled_tokens"] != sampled for step in entry["steps"]):
-            raise ValueError("a contestant sampled another number of tokens than the others")
+    for name, values in result["contestants"].items():
+        counts = {step["sampled_tokens"] for step in values["steps"]}
+        if counts != {sampled}:
+            raise ValueError(f"{name} sampled {counts} tokens a step, not {sampled}")
     return result
 
 
@@ -424,8 +425,8 @@ def without_end(model: Path, folder: Path) -> Path:
     for path in model.iterdir():
         if path.name in ("config.json", "generation_config.json", "tokenizer_config.json"):
             values = json.loads(path.read_text(encoding="utf-8"))
-            for key in ("eos_token_id", "eos_token"):
-                values.pop(key, None)
+            # Null, not absent: a config class may have an end token of its own by default.
+            values["eos_token" if path.name == "tokenizer_config.json" else "eos_token_id"] = None
             (folder / path.name).write_text(json.dumps(values, indent=2), encoding="utf-8")
         else:
             (folder / path.name).symlink_to(path)
