@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tunebook.backends.local.engine.products import linear, linear_backward
 
-CHUNK_LOGITS = 16 * 2**20
-"""Logit values of a chunk: 64 MiB in float32, whatever the vocabulary."""
+CHUNK_LOGITS = 4 * 2**20
+"""Logit values of a chunk: 16 MiB in float32, whatever the vocabulary."""
 MIN_ROWS = 32
 """Rows of the smallest chunk; below a few, matrix products take other code and other bits."""
 
@@ -55,23 +55,26 @@ def target_logprobs(
     slopes: list[Tensor] = []
     for chunk, chunk_targets in zip(hidden.split(num_rows), targets.split(num_rows), strict=True):
         fill = max(0, MIN_ROWS - len(chunk))
-        padded = torch.nn.functional.pad(chunk, (0, 0, 0, fill))
-        raw = linear(padded, weight, bias)[: len(chunk)].float()
+        raw = linear(torch.nn.functional.pad(chunk, (0, 0, 0, fill)), weight, bias).float()
         logits = raw if rule is None else rule(raw)
-        chosen = logits.gather(1, chunk_targets[:, None]).squeeze(1)
-        largest, where = logits.max(dim=1)
-        probs = torch.softmax(logits, dim=1)
-        # The largest probability is at least 1 / V, so its logarithm gives log-sum-exp safely.
-        logprobs.append(chosen - largest + probs.gather(1, where[:, None]).squeeze(1).log())
+        chosen = logits[: len(chunk)].gather(1, chunk_targets[:, None]).squeeze(1)
+        largest = logits.amax(dim=1)
+        # Not torch.softmax, which adds up a whole vocabulary in one float32 and is off by 1e-5.
+        exponentials = (logits - largest[:, None] if rule else logits.sub_(largest[:, None])).exp_()
+        total = exponentials.sum(dim=1)
+        logprobs.append(chosen - (largest + total.log())[: len(chunk)])
         if not with_slopes:
             continue
-        gradient = probs.neg_()
-        gradient[torch.arange(len(chunk), device=chunk.device), chunk_targets] += 1
-        if rule is not None:
+        # The gradient of the logits is 1 at the target minus the probabilities.
+        if rule is None:
+            expected = linear_backward(exponentials.to(weight.dtype), weight).float()
+            slope = weight[chunk_targets].float() - (expected / total[:, None])[: len(chunk)]
+        else:
+            gradient = exponentials.div_(total[:, None]).neg_()
+            gradient[torch.arange(len(chunk), device=chunk.device), chunk_targets] += 1
             gradient = _through(rule, raw, gradient)
-        if fill:
-            gradient = torch.nn.functional.pad(gradient, (0, 0, 0, fill))
-        slopes.append(linear_backward(gradient.to(weight.dtype), weight)[: len(chunk)].float())
+            slope = linear_backward(gradient.to(weight.dtype), weight)[: len(chunk)].float()
+        slopes.append(slope)
     if not logprobs:
         empty = hidden.new_zeros(0, dtype=torch.float32)
         return HeadResult(empty, hidden.float() if with_slopes else None)

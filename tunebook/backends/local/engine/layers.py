@@ -184,10 +184,11 @@ def run_layer_backward(
         outer = normalised_backward(
             gradient, kept.feed_forward_output.float(), layer.feed_forward_output_norm
         )
-    activated, gate_activated = gated_parts(kept.gate_up, decoder.activation)
-    inner = project_backward(Site.DOWN, outer.to(decoder.dtype), activated)
+    inner = project_backward(
+        Site.DOWN, outer.to(decoder.dtype), gated(kept.gate_up, decoder.activation)
+    )
     assert inner is not None
-    outer = gated_backward(inner, kept.gate_up, gate_activated, decoder.activation)
+    outer = gated_backward(inner, kept.gate_up, decoder.activation)
     normed = normalised(kept.middle, layer.feed_forward_norm)
     inner = project_backward(Site.GATE_UP, outer, normed.to(decoder.dtype))
     assert inner is not None
@@ -244,25 +245,17 @@ def normalised_backward(gradient: Tensor, inputs: Tensor, norm: Norm) -> Tensor:
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """`activation(gate) * up`, `[N, I]`."""
-    return gated_parts(gate_up, activation)[0]
-
-
-def gated_parts(gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """`activation(gate) * up` and `activation(gate)`, `[N, I]` each."""
     gate, up = gate_up.chunk(2, dim=-1)
-    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return activated * up, activated
+    return _activated(gate, activation).mul_(up)
 
 
-def gated_backward(
-    gradient: Tensor, gate_up: Tensor, gate_activated: Tensor, activation: str
-) -> Tensor:
-    """The gradient of gate and up, `[N, 2 I]`."""
+def gated_backward(gradient: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    """The gradient of gate and up, `[N, 2 I]`; that of the result, `[N, I]`, is overwritten."""
     gate, up = gate_up.chunk(2, dim=-1)
     result = torch.empty_like(gate_up)
     gate_gradient, up_gradient = result.chunk(2, dim=-1)
-    torch.mul(gradient, gate_activated, out=up_gradient)
-    outer = gradient * up
+    torch.mul(gradient, _activated(gate, activation), out=up_gradient)
+    outer = gradient.mul_(up)
     if activation == "silu":
         torch.ops.aten.silu_backward.grad_input(outer, gate, grad_input=gate_gradient)
     else:
@@ -270,6 +263,10 @@ def gated_backward(
             outer, gate, approximate="tanh", grad_input=gate_gradient
         )
     return result
+
+
+def _activated(gate: Tensor, activation: str) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
 def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor], out: Tensor, *, back: bool) -> None:
