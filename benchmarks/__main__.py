@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import cases
+from benchmarks import cases, gemm, memory, startup
 from benchmarks.cases import CONTESTANTS, Options
 from benchmarks.machine import circumstances
 from benchmarks.report import table
@@ -21,6 +21,10 @@ CASES = {
     "dpo": cases.dpo,
     "grpo": cases.grpo,
     "adapters": cases.adapters,
+    "memory": memory.memory,
+    "startup": startup.startup,
+    "rendering": startup.rendering,
+    "gemm": gemm.gemm,
 }
 
 

@@ -27,7 +27,7 @@ from benchmarks.spec import Spec
 from tunebook.models import resolve_model
 
 CONTESTANTS = ("trl", "trl_tuned", "plain", "ours")
-TIMED_STEPS = {"sft": 5, "dpo": 3, "grpo": 3, "adapters": 6, "memory": 500}
+TIMED_STEPS = {"sft": 5, "dpo": 3, "grpo": 3, "adapters": 6, "memory": 500, "gemm": 5}
 TUNED_MICRO_BATCH = {"sft": 4, "dpo": 1, "grpo": 8}
 LEARNING_RATE = 1e-4
 SWEEP = (3e-5, 1e-4, 3e-4, 1e-3)

@@ -28,9 +28,7 @@ def circumstances() -> dict[str, Any]:
 
 def shown_arguments(arguments: list[str]) -> list[str]:
     """Arguments as they may be published: of a path only its last part."""
-    return [
-        Path(each).name if Path(each).is_absolute() else each for each in arguments
-    ]
+    return [Path(each).name if Path(each).is_absolute() else each for each in arguments]
 
 
 def versions() -> dict[str, str]:

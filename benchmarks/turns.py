@@ -47,10 +47,14 @@ class Turns:
             loss: of the step, one for each adapter.
             values: whatever else was measured.
         """
-        memory = peak_memory(self._device)
-        self._send(
-            {"event": "step", "seconds": seconds, "loss": loss, "peak_memory": memory, **values}
-        )
+        message = {
+            "event": "step",
+            "seconds": seconds,
+            "loss": loss,
+            "memory": memory(self._device),
+            "peak_memory": peak_memory(self._device),
+        }
+        self._send({**message, **values})
 
     def facts(self, **values: Any) -> None:
         """Tells the parent what goes into the record beside the steps."""
@@ -70,6 +74,13 @@ def peak_memory(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return status_bytes("VmHWM")
+
+
+def memory(device: str) -> int:
+    """The bytes this process holds now: of the GPU, or resident (Linux only, else 0)."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    return status_bytes("VmRSS")
 
 
 def status_bytes(field: str) -> int:
