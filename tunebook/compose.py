@@ -128,7 +128,7 @@ def open_free_sections(lines: Sequence[str]) -> list[str]:
 RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
     "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict",
-    "backend.device", "backend.micro_batch_tokens",
+    "backend.device", "backend.micro_batch_tokens", "backend.recompute",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 

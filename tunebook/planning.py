@@ -30,7 +30,7 @@ CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
     "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
-    "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens",
+    "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens", "backend.recompute",
 )  # fmt: skip
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")

@@ -91,9 +91,9 @@ def test_a_decoder_that_differs_is_found_out(open_backend, tmp_path, name):
     """A model whose code does something else is left to its own code."""
     folder = write_family(tmp_path / "model", "qwen3")
     base = open_backend(model=folder).open_session("a", make_lora(), directory=tmp_path)._base
-    session_engine = open_backend(model=folder).open_session(
-        "b", make_lora(), directory=tmp_path
-    )._engine
+    session_engine = (
+        open_backend(model=folder).open_session("b", make_lora(), directory=tmp_path)._engine
+    )
     decoder = session_engine.decoder
     assert agrees(base.model, base.body, decoder)
     layer = base.body.layers[1]

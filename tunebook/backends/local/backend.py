@@ -38,6 +38,7 @@ from tunebook.backends.local.peft_format import (
 )
 from tunebook.backends.local.queue import OperationQueue
 from tunebook.backends.local.session import LocalSession, SessionSettings
+from tunebook.backends.local.tuning import tokens_at_once
 from tunebook.backends.local.weights import AdapterWeights, FullWeights, TrainedWeights
 from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.models import load_causal_lm, load_tokenizer, resolve_model
@@ -62,6 +63,7 @@ class LocalBackend:
         dtype: str = "auto",
         micro_batch_tokens: int | None = None,
         fast: bool = True,
+        recompute: bool | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         allow_pickle: bool = False,
@@ -74,12 +76,15 @@ class LocalBackend:
             model: as in `tunebook.models.resolve_model`.
             device: auto (cuda, mps, cpu in this order), cpu, cuda, cuda:<number>, or mps.
             dtype: auto (bfloat16 on cuda, else float32), float32, or bfloat16.
-            micro_batch_tokens: tokens computed at once, padding included; None = 1,024 on a CPU,
-                where larger ones only add padding, 8,192 elsewhere. It changes how fast, not
-                what is computed, with one exception: where `lora.dropout` is above 0, the masks
-                are drawn for each micro-batch as a whole, so other micro-batches draw others.
+            micro_batch_tokens: tokens computed at once, padding included where there is any; None =
+                as many as the free memory holds, at most 2,048 on a CPU and 16,384 on a GPU; by the
+                general path 1,024 and 8,192. It changes how fast, not what is computed, with one
+                exception: where `lora.dropout` is above 0, the masks are drawn for each micro-batch
+                as a whole, so other micro-batches draw others.
             fast: train adapters by the fast path where the model is of a family it knows; False
                 computes with the model's own code always.
+            recompute: keep only the input of each layer for the backward pass of the fast path and
+                compute the rest again, a third slower; None = where memory is short.
             revision: hub revision.
             trust_remote_code: allow the model repository's own Python code.
             allow_pickle: allow weights other than safetensors.
@@ -96,7 +101,8 @@ class LocalBackend:
         self._model = model
         self._device = resolve_device(device)
         self._dtype = resolve_dtype(dtype, self._device)
-        self._micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(self._device)
+        self._micro_batch_tokens = micro_batch_tokens
+        self._recompute = recompute
         self._fast = fast
         if fast and self._device.type == "cpu":
             keep_freed_memory()
@@ -169,15 +175,16 @@ class LocalBackend:
             clean_up(Path(directory))
         base = self._load_base(full=lora is None)
         weights = FullWeights(base) if lora is None else AdapterWeights(base, lora)
+        engine = self._engine_for(base, weights)
         session = LocalSession(
             name,
             base=base,
-            engine=self._engine_for(base, weights),
+            engine=engine,
             weights=weights,
             queue=self._queue,
             settings=SessionSettings(
                 directory=Path(directory),
-                micro_batch_tokens=self._micro_batch_tokens,
+                micro_batch_tokens=self._tokens_at_once(engine),
                 max_seq_len=self._read_max_seq_len(),
                 export_name=resolve_model(self._model),
                 load_tokenizer=self._load_tokenizer,
@@ -210,7 +217,8 @@ class LocalBackend:
                 streams = self._load_base(full=workload.lora is None).streams
             finally:
                 session.close()
-        padded = partial(padded_tokens, rows_per_unit=1, max_tokens=self._micro_batch_tokens)
+        max_tokens = self._micro_batch_tokens or default_micro_batch_tokens(self._device)
+        padded = partial(padded_tokens, rows_per_unit=1, max_tokens=max_tokens)
         return probe.extrapolate(
             workload,
             measured,
@@ -294,12 +302,19 @@ class LocalBackend:
         if not self._fast or not isinstance(weights, AdapterWeights):
             return None
         if self._engine is None or self._engine.base is not base:
-            self._engine = make_engine(base, recompute=False)
+            self._engine = make_engine(base, recompute=self._recompute)
         engine = self._engine
         # Dropout masks are the general path's; so are layers outside the decoder.
         if engine is None or weights.generator is not None:
             return None
         return engine if weights.layers.keys() <= engine.decoder.parts.keys() else None
+
+    def _tokens_at_once(self, engine: Engine | None) -> int:
+        if self._micro_batch_tokens is not None:
+            return self._micro_batch_tokens
+        if engine is None:
+            return default_micro_batch_tokens(self._device)
+        return tokens_at_once(engine.decoder, recompute=engine.recompute)
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -329,5 +344,5 @@ class LocalBackend:
 
 
 def default_micro_batch_tokens(device: torch.device) -> int:
-    """Tokens of a micro-batch where the config leaves it open."""
+    """Tokens of a micro-batch of the general path where the config leaves it open."""
     return 1024 if device.type == "cpu" else 8192

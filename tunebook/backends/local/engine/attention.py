@@ -1,10 +1,11 @@
 """Causal attention over a stream in which rows may share their beginning, and its gradient.
 
-Each segment of the stream attends to itself; rows with a shared beginning also attend to all of it
-(a cross). The two results are joined by their log-sum-exp, which is exact: softmax over a union is
-the average of the softmaxes over its parts, weighted by their sums of exponentials. The gradient of
-a part needs nothing but the joined result and the joined log-sum-exp.
-Legend: N tokens of the stream, A query heads, K key-value heads, D head size.
+A token sees the tokens before it in its row: those of its own segment, and all of the beginning that
+the row shares with others. On a CPU queries are taken in blocks, each with just the keys that it can
+see, as batched products with explicit weights; torch's own attention spends half again as long on
+the gradient of rows of a few hundred tokens.
+Legend: N tokens of the stream, A query heads, K key-value heads, R query heads for each of them,
+D head size, Q queries of a block, T keys that they see.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tunebook.backends.local.engine.layout import Cross, Span, Stream
+from tunebook.backends.local.engine.layout import Span, Stream
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+BLOCK = 128
+"""Queries of a block: large enough for the products, small enough to skip most of what is hidden."""
+KEPT_KEYS = 1024
+"""Keys up to which the weights of a block are kept for the gradient; else they are computed again,
+so that memory grows with the length of a row and not with its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ def attend(
         rule: of the layer.
         with_gradient: keep what `attend_backward` needs.
     """
-    if query.device.type == "cpu" and rule.softcap is None and not hides(rule, stream):
-        return _attend_flash(query, key, value, stream, rule)
+    if query.device.type == "cpu" and rule.softcap is None:
+        return _attend_blocks(query, key, value, stream, rule, with_gradient=with_gradient)
     if not with_gradient:
         return Attended(_masked_output(query, key, value, stream, rule), None, _masked_gradients)
     return _attend_masked(query, key, value, stream, rule)
@@ -92,42 +96,125 @@ def hides(rule: AttentionRule, stream: Stream) -> bool:
     return rule.window is not None and int(stream.positions.max()) >= rule.window
 
 
-def _heads_first(tensor: Tensor, span: Span) -> Tensor:
-    return tensor[span.start : span.stop].transpose(0, 1)[None]
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries and the keys that they see together."""
+
+    queries: slice
+    shared: slice | None
+    """Keys of the beginning that the row shares; every query sees them, but for a window."""
+    own: slice
+    """Keys of the segment up to the last query, which each sees up to itself."""
+
+    @property
+    def num_queries(self) -> int:
+        """Q"""
+        return self.queries.stop - self.queries.start
+
+    def keys_of(self, tensor: Tensor) -> Tensor:
+        """`[K, T, D]` of `[K, N, D]`."""
+        if self.shared is None:
+            return tensor[:, self.own]
+        return torch.cat([tensor[:, self.shared], tensor[:, self.own]], dim=1)
+
+    def add_to_keys(self, total: Tensor, addend: Tensor) -> None:
+        """Adds `[K, T, D]` to the places of the keys in `[K, N, D]`."""
+        num_shared = 0
+        if self.shared is not None:
+            num_shared = self.shared.stop - self.shared.start
+            total[:, self.shared] += addend[:, :num_shared]
+        total[:, self.own] += addend[:, num_shared:]
 
 
-def _attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, stream: Stream, rule: AttentionRule
-) -> Attended:
-    output = torch.empty(query.shape, dtype=query.dtype)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32)
-
-    def part(queries: Span, keys: Span, *, causal: bool) -> tuple[Tensor, Tensor]:
-        found, found_lse = _flash(
-            _heads_first(query, queries),
-            _heads_first(key, keys),
-            _heads_first(value, keys),
-            0.0,
-            causal,
-            scale=rule.scaling,
-        )
-        return found[0].transpose(0, 1), found_lse[0].transpose(0, 1)
-
+def blocks_of(stream: Stream) -> list[Block]:
+    """The blocks of a stream's queries."""
+    beginnings = beginnings_of(stream)
+    blocks: list[Block] = []
     for span in stream.segments:
-        own, own_lse = part(span, span, causal=True)
-        output[span.start : span.stop] = own
-        lse[span.start : span.stop] = own_lse
-    for cross in stream.crosses:
-        shared, shared_lse = part(cross.queries, cross.keys, causal=False)
-        rows = slice(cross.queries.start, cross.queries.stop)
-        joined = torch.logaddexp(lse[rows], shared_lse)
-        own = output[rows] * (lse[rows] - joined).exp_()[..., None]
-        output[rows] = own.addcmul(shared, (shared_lse - joined).exp_()[..., None])
-        lse[rows] = joined
-    return Attended(output, lse, _flash_gradients)
+        keys = beginnings.get(span)
+        shared = None if keys is None else slice(keys.start, keys.stop)
+        for start in range(span.start, span.stop, BLOCK):
+            stop = min(start + BLOCK, span.stop)
+            blocks.append(Block(slice(start, stop), shared, slice(span.start, stop)))
+    return blocks
 
 
-def _flash_gradients(
+def beginnings_of(stream: Stream) -> dict[Span, Span]:
+    """Segment -> the beginning that it sees besides itself."""
+    return {
+        span: cross.keys
+        for cross in stream.crosses
+        for span in stream.segments
+        if cross.queries.start <= span.start < cross.queries.stop
+    }
+
+
+def _attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stream: Stream,
+    rule: AttentionRule,
+    *,
+    with_gradient: bool,
+) -> Attended:
+    query, key, value = _laid_out(query, key, value, rule)
+    output = torch.empty_like(query)
+    kept: list[Tensor | None] = []
+    for block in blocks_of(stream):
+        weights = _block_weights(query, key, block, stream, rule)
+        num_kv_heads, num_queries = len(query), block.num_queries
+        output[:, block.queries] = torch.bmm(weights, block.keys_of(value)).view(
+            num_kv_heads, num_queries, *query.shape[2:]
+        )
+        kept.append(weights if with_gradient and weights.shape[-1] <= KEPT_KEYS else None)
+    heads = output.permute(1, 0, 2, 3).flatten(1, 2)
+    return Attended(heads, kept, _block_gradients)
+
+
+def _laid_out(
+    query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries `[K, N, R, D]`, keys and values `[K, N, D]`, contiguous."""
+    num_kv_heads = key.shape[1]
+    grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 0, 2, 3)
+    return (
+        torch.mul(grouped, rule.scaling, out=torch.empty(grouped.shape, dtype=query.dtype)),
+        key.transpose(0, 1).contiguous(),
+        value.transpose(0, 1).contiguous(),
+    )
+
+
+def _block_weights(
+    query: Tensor, key: Tensor, block: Block, stream: Stream, rule: AttentionRule
+) -> Tensor:
+    """How much each query of a block takes from each key, `[K, Q R, T]`."""
+    num_kv_heads, num_queries = len(query), block.num_queries
+    rows = query[:, block.queries].reshape(num_kv_heads, -1, query.shape[-1])
+    scores = torch.bmm(rows, block.keys_of(key).transpose(1, 2))
+    by_query = scores.view(num_kv_heads, num_queries, -1, scores.shape[-1])
+    if hides(rule, stream):
+        by_query.masked_fill_(_hidden(block, stream, rule)[None, :, None, :], -torch.inf)
+    else:
+        # Only the last keys can be hidden: they are the queries' own places.
+        last = by_query[..., scores.shape[-1] - num_queries :]
+        later = torch.ones(num_queries, num_queries, dtype=torch.bool).triu_(1)
+        last.masked_fill_(later[None, :, None, :], -torch.inf)
+    return torch.softmax(scores, dim=-1)
+
+
+def _hidden(block: Block, stream: Stream, rule: AttentionRule) -> Tensor:
+    """`[Q, T]` bool, True where a query does not see a key."""
+    positions = torch.from_numpy(stream.positions)
+    keys = positions[block.own]
+    if block.shared is not None:
+        keys = torch.cat([positions[block.shared], keys])
+    distance = positions[block.queries, None] - keys[None, :]
+    hidden = distance < 0
+    return hidden if rule.window is None else hidden | (distance >= rule.window)
+
+
+def _block_gradients(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -136,35 +223,28 @@ def _flash_gradients(
     stream: Stream,
     rule: AttentionRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    query_gradient = torch.empty_like(query, memory_format=torch.contiguous_format)
-    key_gradient = torch.empty_like(key, memory_format=torch.contiguous_format)
-    value_gradient = torch.empty_like(value, memory_format=torch.contiguous_format)
-    lse: Tensor = attended.saved
-
-    def part(queries: Span, keys: Span, *, causal: bool) -> list[Tensor]:
-        found = _flash_backward(
-            _heads_first(gradient, queries),
-            _heads_first(query, queries),
-            _heads_first(key, keys),
-            _heads_first(value, keys),
-            _heads_first(attended.output, queries),
-            lse[queries.start : queries.stop].t()[None],
-            0.0,
-            causal,
-            scale=rule.scaling,
+    query, key, value = _laid_out(query, key, value, rule)
+    num_kv_heads, head_dim = len(query), query.shape[-1]
+    outer = gradient.unflatten(1, (num_kv_heads, -1)).permute(1, 0, 2, 3).contiguous()
+    query_gradient = torch.empty_like(query)
+    key_gradient = torch.zeros_like(key)
+    value_gradient = torch.zeros_like(value)
+    for block, kept in zip(blocks_of(stream), attended.saved, strict=True):
+        weights = _block_weights(query, key, block, stream, rule) if kept is None else kept
+        rows = query[:, block.queries].reshape(num_kv_heads, -1, head_dim)
+        outer_rows = outer[:, block.queries].reshape(num_kv_heads, -1, head_dim)
+        block.add_to_keys(value_gradient, torch.bmm(weights.transpose(1, 2), outer_rows))
+        inner = torch.bmm(outer_rows, block.keys_of(value).transpose(1, 2))
+        inner = torch.ops.aten._softmax_backward_data(inner, weights, -1, weights.dtype)
+        query_gradient[:, block.queries] = torch.bmm(inner, block.keys_of(key)).view(
+            num_kv_heads, block.num_queries, *query.shape[2:]
         )
-        return [each[0].transpose(0, 1) for each in found]
-
-    for span in stream.segments:
-        rows = slice(span.start, span.stop)
-        own = part(span, span, causal=True)
-        query_gradient[rows], key_gradient[rows], value_gradient[rows] = own
-    for cross in stream.crosses:
-        shared = part(cross.queries, cross.keys, causal=False)
-        query_gradient[cross.queries.start : cross.queries.stop] += shared[0]
-        key_gradient[cross.keys.start : cross.keys.stop] += shared[1]
-        value_gradient[cross.keys.start : cross.keys.stop] += shared[2]
-    return query_gradient, key_gradient, value_gradient
+        block.add_to_keys(key_gradient, torch.bmm(inner.transpose(1, 2), rows))
+    return (
+        query_gradient.mul_(rule.scaling).permute(1, 0, 2, 3).flatten(1, 2),
+        key_gradient.transpose(0, 1),
+        value_gradient.transpose(0, 1),
+    )
 
 
 def _attend_masked(
@@ -196,16 +276,11 @@ def _masked_output(
     query: Tensor, key: Tensor, value: Tensor, stream: Stream, rule: AttentionRule
 ) -> Tensor:
     positions = torch.from_numpy(stream.positions).to(query.device)
-    beginnings: dict[int, Cross] = {
-        span.start: cross
-        for cross in stream.crosses
-        for span in stream.segments
-        if cross.queries.start <= span.start < cross.queries.stop
-    }
+    beginnings = beginnings_of(stream)
     pieces: list[Tensor] = []
     for span in stream.segments:
-        cross = beginnings.get(span.start)
-        spans = [span] if cross is None else [cross.keys, span]
+        shared = beginnings.get(span)
+        spans = [span] if shared is None else [shared, span]
         keys = torch.cat([key[each.start : each.stop] for each in spans])
         values = torch.cat([value[each.start : each.stop] for each in spans])
         key_positions = torch.cat([positions[each.start : each.stop] for each in spans])
@@ -213,7 +288,9 @@ def _masked_output(
         visible = distance >= 0
         if rule.window is not None:
             visible &= distance < rule.window
-        pieces.append(_softmax_attention(query[span.start : span.stop], keys, values, visible, rule))
+        pieces.append(
+            _softmax_attention(query[span.start : span.stop], keys, values, visible, rule)
+        )
     return torch.cat(pieces)
 
 

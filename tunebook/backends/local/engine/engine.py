@@ -25,10 +25,16 @@ from tunebook.backends.local.engine.layers import (
 )
 from tunebook.backends.local.engine.layout import Group, Span, Stream, groups_of, lay_out, pack
 from tunebook.backends.local.logprobs import supervised
+from tunebook.backends.local.tuning import should_recompute
 from tunebook.types import Datum
 
 MIN_STREAM = 32
 """Tokens of the shortest stream; below a few, matrix products take other code and other bits."""
+
+
+MAX_GROUP = 2048
+"""Tokens of a group of rows that begin alike; not more, however much memory there is, so that rows
+meet in the same groups on every machine."""
 
 
 @dataclass(slots=True)
@@ -95,7 +101,10 @@ class Engine:
         groups: list[tuple[int, Group]] = []
         for number, (job, rows) in enumerate(zip(jobs, inputs, strict=True)):
             found = groups_of(
-                rows, rows_per_unit=job.rows_per_unit, max_tokens=max_tokens, share=share
+                rows,
+                rows_per_unit=job.rows_per_unit,
+                max_tokens=min(max_tokens, MAX_GROUP),
+                share=share,
             )
             groups.extend((number, group) for group in found)
         for members in pack([group.num_tokens for _, group in groups], max_size=max_tokens):
@@ -107,16 +116,12 @@ class Engine:
             if any(chosen):
                 self._run_stream(jobs, lay_out(inputs, chosen))
 
-    def begin(
-        self, stream: Stream, adapters: Sequence[AppliedAdapter | None]
-    ) -> Pass:
+    def begin(self, stream: Stream, adapters: Sequence[AppliedAdapter | None]) -> Pass:
         """A stream on the device, with the adapter of each of its operations."""
         positions = torch.from_numpy(stream.positions).to(self.decoder.device)
         spans = [
             AdapterSpan(adapter, tokens, groups)
-            for adapter, tokens, groups in zip(
-                adapters, stream.members, stream.groups, strict=True
-            )
+            for adapter, tokens, groups in zip(adapters, stream.members, stream.groups, strict=True)
             if tokens.length
         ]
         return Pass(self.decoder, stream, spans, self.decoder.rotations(positions))
@@ -163,9 +168,7 @@ class Engine:
             with_slopes=with_slopes,
         )
 
-    def _settle(
-        self, job: Job, rows: tuple[int, ...], found: Selected, logprobs: Tensor
-    ) -> Tensor:
+    def _settle(self, job: Job, rows: tuple[int, ...], found: Selected, logprobs: Tensor) -> Tensor:
         """Gives a job its log-probs; returns their gradient, `[M]`."""
         longest = max(job.rows[row].num_scored for row in rows)
         fill = torch.nan if job.score is None else 0.0
@@ -209,9 +212,7 @@ class Engine:
         run_layers_backward(given, ran, gradient)
 
 
-def select(
-    rows: Sequence[Datum], numbers: Sequence[int], places: Sequence[np.ndarray]
-) -> Selected:
+def select(rows: Sequence[Datum], numbers: Sequence[int], places: Sequence[np.ndarray]) -> Selected:
     """The positions of some rows that carry weight.
 
     Args:
@@ -248,18 +249,20 @@ def padded(stream: Stream) -> Stream:
     )
 
 
-def make_engine(base: BaseModel, *, recompute: bool) -> Engine | None:
+def make_engine(base: BaseModel, *, recompute: bool | None) -> Engine | None:
     """The fast path over a base model, or None if it is not known to compute what the model does.
 
     Args:
         base: frozen.
-        recompute: see `Engine`.
+        recompute: see `Engine`; None = where memory is short.
     """
     if base.logits_rule is None:
         return None
     decoder = read_decoder(base.model, base.body)
     if decoder is None or not agrees(base.model, base.body, decoder):
         return None
+    if recompute is None:
+        recompute = should_recompute(decoder)
     return Engine(base, decoder, recompute=recompute)
 
 

@@ -161,9 +161,7 @@ def pack(sizes: Sequence[int], *, max_size: int) -> list[list[int]]:
     return sorted(packed, key=lambda found: -sum(sizes[item] for item in found))
 
 
-def lay_out(
-    operations: Sequence[Sequence[IntArray]], groups: Sequence[Sequence[Group]]
-) -> Stream:
+def lay_out(operations: Sequence[Sequence[IntArray]], groups: Sequence[Sequence[Group]]) -> Stream:
     """The stream of some groups of each operation.
 
     Args:
