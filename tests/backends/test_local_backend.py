@@ -116,8 +116,12 @@ def test_many_sessions_over_one_base(open_backend, tmp_path) -> None:
             assert torch.allclose(value, values[name], rtol=0, atol=1e-6)
 
 
-def test_operations_wait_for_somebody_to_wait(open_backend, tmp_path) -> None:
-    """Queued by the call, run by `result()`, in call order over all sessions."""
+@pytest.mark.parametrize("fast", [True, False])
+def test_operations_wait_for_somebody_to_wait(open_backend, tmp_path, fast: bool) -> None:
+    """Queued by the call, run by `result()`: in call order, or together with others of their kind.
+
+    What stands behind another kind of operation of its session never runs before that.
+    """
     order: list[str] = []
 
     def noting(name: str):
@@ -127,19 +131,23 @@ def test_operations_wait_for_somebody_to_wait(open_backend, tmp_path) -> None:
 
         return loss
 
-    backend = open_backend()
+    backend = open_backend(fast=fast)
     first = backend.open_session("first", make_lora(), directory=tmp_path)
     second = backend.open_session("second", make_lora(), directory=tmp_path)
     a = first.forward_backward(make_data(), noting("a"))
     b = second.forward_backward(make_data(), noting("b"))
     c = first.forward_backward(make_data(), noting("c"))
+    step = first.optim_step(make_adam())
+    d = first.forward_backward(make_data(), noting("d"))
     assert order == []
     b.result()
-    assert order == ["a", "b"] and not c.done
+    assert order == (["a", "b", "c"] if fast else ["a", "b"])
+    assert a.done and not step.done and not d.done
     assert a.result() == a.result()
-    assert order == ["a", "b"]
     c.result()
     assert order == ["a", "b", "c"]
+    d.result()
+    assert step.done and order == ["a", "b", "c", "d"]
 
 
 def test_rows_are_taken_when_called(open_backend, tmp_path) -> None:

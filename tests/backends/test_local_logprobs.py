@@ -24,6 +24,7 @@ from tests.backends.test_local_lora import load
 from tests.backends.tiny import VOCAB_SIZE, make_data, make_lora
 from tunebook.backends.local import logprobs
 from tunebook.backends.local.base_model import verified_logits_rule
+from tunebook.backends.local.engine import head, products
 from tunebook.types import Datum
 
 SIZES = {
@@ -154,42 +155,72 @@ def test_chunks_give_the_loss_and_gradient_of_the_whole(
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def test_only_supervised_rows_go_through_the_head(tmp_path, open_backend) -> None:
+@pytest.fixture
+def products_of_the_head(monkeypatch):
+    """A function that notes the size of each result of a session's output head, fast path or not.
+
+    The first entry of a size is the number of rows, the second the vocabulary.
+    """
+
+    def note(session) -> list[tuple[int, int]]:
+        sizes: list[tuple[int, int]] = []
+        if session._engine is None:
+            session._base.head.register_forward_hook(
+                lambda _module, _args, output: sizes.append(tuple(output.shape))
+            )
+            return sizes
+
+        def noting(inputs, weight, bias=None):
+            sizes.append((len(inputs), len(weight)))
+            return products.linear(inputs, weight, bias)
+
+        monkeypatch.setattr(head, "linear", noting)
+        return sizes
+
+    return note
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_only_supervised_rows_go_through_the_head(
+    tmp_path, open_backend, products_of_the_head, fast: bool
+) -> None:
     """Case 124: 2048 tokens, 16 of them supervised, vocabulary 50,000: at most 16 + one chunk."""
     torch.manual_seed(0)
     sizes = {**SIZES, "vocab_size": 50_000, "max_position_embeddings": 4096, "head_dim": 4}
     config = LlamaConfig(**{**sizes, "hidden_size": 16, "intermediate_size": 16})
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    backend = open_backend(model=str(tmp_path / "model"))
+    backend = open_backend(model=str(tmp_path / "model"), fast=fast)
     session = backend.open_session("a", make_lora(), directory=tmp_path)
     weights = np.zeros(2048, np.float32)
     weights[::128] = 1 / 16
     tokens = np.random.default_rng(0).integers(3, 50_000, 2049).astype(np.int32)
-    projected = []
-    session._base.head.register_forward_hook(
-        lambda _module, args, _output: projected.append(args[0].shape[0])
-    )
+    sizes = products_of_the_head(session)
     session.forward_backward([Datum(tokens, {"token_weights": weights})], cross_entropy).result()
-    chunk = logprobs.CHUNK_LOGITS // 50_000
-    assert 16 <= sum(projected) <= 16 + chunk
-    projected.clear()
+    chunk = (head.CHUNK_LOGITS if fast else logprobs.CHUNK_LOGITS) // 50_000
+    # The fast path fills a chunk up to MIN_ROWS and computes it once, the other one twice.
+    assert 16 <= sum(rows for rows, _ in sizes) <= (32 if fast else 16 + chunk)
+    sizes.clear()
     bare = Datum(tokens[:1000])
     session.forward([bare]).result()
-    assert sum(projected) == 999 and max(projected) <= chunk
+    num_rows = sum(rows for rows, _ in sizes)
+    assert 999 <= num_rows <= 999 + (head.MIN_ROWS if fast else 0)
+    assert max(rows for rows, _ in sizes) <= chunk
 
 
-def test_evaluation_memory_does_not_grow_with_rows(open_backend, tmp_path) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_evaluation_memory_does_not_grow_with_rows(
+    open_backend, tmp_path, products_of_the_head, fast: bool
+) -> None:
     """Case 129: 8 and 80 rows: the largest logits held are one micro-batch's."""
-    session = open_backend(micro_batch_tokens=64).open_session("a", make_lora(), directory=tmp_path)
+    session = open_backend(micro_batch_tokens=64, fast=fast).open_session(
+        "a", make_lora(), directory=tmp_path
+    )
+    sizes = products_of_the_head(session)
     peaks = []
     for num_rows in (8, 80):
-        sizes: list[int] = []
-        handle = session._base.head.register_forward_hook(
-            lambda _module, _args, output, sizes=sizes: sizes.append(output.numel())
-        )
+        sizes.clear()
         session.forward([Datum(d.tokens) for d in make_data([10] * num_rows)]).result()
-        handle.remove()
-        peaks.append(max(sizes))
+        peaks.append(max(rows * size for rows, size in sizes))
     assert peaks[0] == peaks[1] <= 64 * VOCAB_SIZE
 
 

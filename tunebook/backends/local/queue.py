@@ -1,7 +1,7 @@
 """The queue of operations: queued by a call, run when somebody waits.
 
 Operations of all sessions stand in one queue in call order. Waiting for one runs everything queued
-before it, which is where operations of several sessions can meet.
+before it, and joint operations together with those of their kind that nothing holds back.
 """
 
 import threading

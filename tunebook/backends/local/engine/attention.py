@@ -1,9 +1,9 @@
 """Causal attention over a stream in which rows may share their beginning, and its gradient.
 
-A token sees the tokens before it in its row: those of its own segment, and all of the beginning that
-the row shares with others. On a CPU queries are taken in blocks, each with just the keys that it can
-see, as batched products with explicit weights; torch's own attention spends half again as long on
-the gradient of rows of a few hundred tokens.
+A token sees the tokens before it in its row: those of its own segment, and all of the beginning
+that the row shares with others. On a CPU queries are taken in blocks, each with just the keys that
+it can see, as batched products with explicit weights; torch's own attention spends half again as
+long on the gradient of rows of a few hundred tokens.
 Legend: N tokens of the stream, A query heads, K key-value heads, R query heads for each of them,
 D head size, Q queries of a block, T keys that they see.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from tunebook.backends.local.engine.layout import Span, Stream
 
 BLOCK = 128
-"""Queries of a block: large enough for the products, small enough to skip most of what is hidden."""
+"""Queries of a block: enough for the products, few enough to skip most of what is hidden."""
 KEPT_KEYS = 1024
 """Keys up to which the weights of a block are kept for the gradient; else they are computed again,
 so that memory grows with the length of a row and not with its square."""
@@ -253,7 +253,7 @@ def _attend_masked(
     """Attention with explicit scores, for windows and soft caps, and on other devices."""
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
-        output = _masked_output(*leaves, stream, rule)
+        output = _masked_output(leaves[0], leaves[1], leaves[2], stream, rule)
     return Attended(output.detach(), (output, leaves), _masked_gradients)
 
 

@@ -1,9 +1,9 @@
 """A transformers decoder as the weights and rules that the fast path computes with.
 
 Llama, Mistral, Qwen2, Qwen3 and the Gemma families share one structure: normalised attention and
-normalised gated feed-forward, each added to a residual stream. `read_decoder` takes a model of these
-families apart and checks the result against the model's own forward, so a variant that computes
-something else is found out and left to the general path.
+normalised gated feed-forward, each added to a residual stream. `read_decoder` takes a model of
+these families apart; `engine.agrees` compares the result with the model's own forward, so a variant
+that computes something else is found out and left to the general path.
 Legend: N tokens, H hidden size, A query heads, K key-value heads, D head size, I feed-forward size.
 """
 
@@ -153,7 +153,7 @@ def read_decoder(model: PreTrainedModel, body: nn.Module) -> Decoder | None:
         for site, names in PARTS.items():
             first = 0
             for name in names:
-                stop = first + layer.get_submodule(name).weight.shape[0]
+                stop = first + len(layer.get_submodule(name).get_parameter("weight"))
                 parts[f"{prefix}.{number}.{name}"] = Part(number, site, first, stop)
                 first = stop
     attention: Any = layers[0].get_submodule("self_attn")
