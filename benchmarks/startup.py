@@ -70,7 +70,15 @@ def rendering(options: Options) -> dict[str, Any]:
         seed=options.seed,
     )
     tokenizer = workload.tokenizer_of(options.model)
-    messages = [row.messages for row in rows]
+    conversations = {"messages": [row.messages for row in rows]}
+    parts = {
+        "prompt": [row.messages[:-1] for row in rows],
+        "completion": [row.messages[-1:] for row in rows],
+    }
+    # A folder of its own for each run, so that no run finds what another has cached.
+    runs = range(RENDER_RUNS + 1)
+    whole = [dataset_of(conversations, options.work / f"whole_{run}") for run in runs]
+    pairs = [dataset_of(parts, options.work / f"pairs_{run}") for run in runs]
 
     def ours(run: int, workers: int | None) -> int:
         rendered = render_rows(
@@ -89,16 +97,12 @@ def rendering(options: Options) -> dict[str, Any]:
     ways: dict[str, Callable[[int], int]] = {
         "ours": lambda run: ours(run, None),
         "ours, one process": lambda run: ours(run, 0),
-        "datasets.map, prompt and completion": lambda run: mapped_pairs(
-            messages, tokenizer, options.work / f"pairs_{run}"
-        ),
-        "datasets.map, whole conversation": lambda run: mapped_whole(
-            messages, tokenizer, options.work / f"whole_{run}"
-        ),
+        "datasets.map, prompt and completion": lambda run: mapped_pairs(pairs[run], tokenizer),
+        "datasets.map, whole conversation": lambda run: mapped_whole(whole[run], tokenizer),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     counts: dict[str, int] = {}
-    for run in range(RENDER_RUNS + 1):
+    for run in runs:
         for name, render in ways.items():
             started = time.perf_counter()
             counts[name] = render(run)
@@ -137,17 +141,17 @@ def rendering(options: Options) -> dict[str, Any]:
     }
 
 
-def mapped_whole(messages: list[Any], tokenizer: Any, folder: Path) -> int:
+def mapped_whole(dataset: Any, tokenizer: Any) -> int:
     """Tokens of all rows, each row rendered and tokenised once in `datasets.map`."""
 
     def tokenize(example: dict[str, Any]) -> dict[str, Any]:
         tokens = tokenizer.apply_chat_template(example["messages"], return_dict=True)
         return {"input_ids": tokens["input_ids"]}
 
-    return count_tokens(dataset_of({"messages": messages}, folder).map(tokenize))
+    return count_tokens(dataset.map(tokenize))
 
 
-def mapped_pairs(messages: list[Any], tokenizer: Any, folder: Path) -> int:
+def mapped_pairs(dataset: Any, tokenizer: Any) -> int:
     """Tokens of all rows as TRL makes them of prompt and completion, with the completion's mask."""
 
     def tokenize(example: dict[str, Any]) -> dict[str, Any]:
@@ -160,11 +164,7 @@ def mapped_pairs(messages: list[Any], tokenizer: Any, folder: Path) -> int:
         mask = [0] * len(prompt) + [1] * (len(whole) - len(prompt))
         return {"input_ids": whole, "completion_mask": mask}
 
-    columns = {
-        "prompt": [row[:-1] for row in messages],
-        "completion": [row[-1:] for row in messages],
-    }
-    return count_tokens(dataset_of(columns, folder).map(tokenize))
+    return count_tokens(dataset.map(tokenize))
 
 
 def dataset_of(columns: dict[str, list[Any]], folder: Path) -> Any:
