@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from tests.backends.tiny import Models
+from tests.backends.tiny import EOS, VOCAB_SIZE, Models, character_tokenizer
 from tests.backends.together import run_scenarios
 from tests.running import train_all
 from tunebook.backends.local.distributed.slices import row_slices, sliced_micro_batches
@@ -26,7 +28,8 @@ GRADIENT = 1e-6
 """Absolute, float32 gradients of size 1."""
 AFTER_STEPS = 1e-5
 """Absolute, weights after four AdamW steps of up to 1e-2 each."""
-KINDS = ("lora", "rank_1", "head", "full")
+KINDS = ("lora", "rank_1", "head", "full", "lora@tied", "full@tied", "lora@gpt2", "full@mixtral")
+HALF = ("lora", "full")
 RESUMED = ("lora", "full")
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +70,8 @@ def succeeded(finished) -> None:
 def ones(tmp_path_factory, tiny: Models) -> Path:
     """What one process finds."""
     folder = tmp_path_factory.mktemp("launches") / "one"
-    scenarios = ["few_rows", "sample"]
+    write_others(Path(tiny.untied).parent)
+    scenarios = ["few_rows", "sample", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
     scenarios += [f"{half}:{kind}" for kind in RESUMED for half in ("first_half", "second_half")]
     run_scenarios(folder, tiny.untied, [begun(scenario, "one") for scenario in scenarios])
@@ -78,13 +82,29 @@ def ones(tmp_path_factory, tiny: Models) -> Path:
 def twos(tiny: Models, ones: Path) -> Path:
     """What two processes find."""
     folder = ones.parent / "two"
-    scenarios = ["few_rows", "sample", "failures", "train:dropout"]
+    scenarios = ["few_rows", "sample", "failures", "train:dropout", "contract:lora"]
+    scenarios += ["contract:full", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
     scenarios += [f"first_half:{kind}" for kind in (*RESUMED, "dropout")]
     scenarios += [f"second_half:{kind}:{first}" for kind in RESUMED for first in ("one", "two")]
     scenarios += ["second_half:dropout:two", "both_halves:dropout"]
     succeeded(together(folder, tiny.untied, *scenarios))
     return folder
+
+
+def write_others(folder: Path) -> None:
+    """Models with other layers: fused and transposed ones, a router with experts."""
+    torch.manual_seed(0)
+    gpt2 = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    mixtral = MixtralConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=256, initializer_range=0.1,
+    )  # fmt: skip
+    for config, model in ((gpt2, GPT2LMHeadModel), (mixtral, MixtralForCausalLM)):
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, EOS, None
+        model(config).save_pretrained(folder / config.model_type)
+        character_tokenizer().save_pretrained(folder / config.model_type)
 
 
 def begun(scenario: str, launch_name: str) -> str:
@@ -137,7 +157,7 @@ def test_steps_are_those_of_one_process(ones: Path, twos: Path, kind: str) -> No
     assert ours["num_tokens"].tolist() == theirs["num_tokens"].tolist()
     for name in ("loss", "norm"):
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
-    assert theirs["norm"].min() > 0.25, "the test is about clipped gradients"
+    assert theirs["norm"].min() > 0.1, "the test is about clipped gradients"
     np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
     for file in ("weights", "optimizer"):
         assert_close(
@@ -147,6 +167,14 @@ def test_steps_are_those_of_one_process(ones: Path, twos: Path, kind: str) -> No
         )
     exported = sorted(path.name for path in (ones / f"train-{kind}" / "model").iterdir())
     assert sorted(path.name for path in (twos / f"train-{kind}" / "model").iterdir()) == exported
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_bfloat16_is_close_to_one_process(ones: Path, twos: Path, kind: str) -> None:
+    """Two kinds of float in one layer; rounding to 8 bits leaves 2 % between two sums."""
+    ours, theirs = (found(folder, f"in_bfloat16:{kind}", "half") for folder in (twos, ones))
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=2e-2)
+    np.testing.assert_allclose(ours["norm"], theirs["norm"], rtol=5e-2)
 
 
 def test_rows_that_leave_a_process_without_work(ones: Path, twos: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from loss_fns.cross_entropy import cross_entropy
+from tests.backends.contract import CONTRACT, Case, sessions_do_not_touch_each_other
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tunebook.backends.base import Backend, Session
 from tunebook.backends.local import LocalBackend
@@ -65,7 +66,7 @@ def train(backend: Backend, folder: Path, kind: str) -> None:
     session.save("one").result()
     session.close()
     session = backend.open_session("steps", lora_of(kind), directory=folder / "steps")
-    params = params_of(kind, max_grad_norm=0.25, weight_decay=0.1)
+    params = params_of(kind, max_grad_norm=0.1, weight_decay=0.1)
     metrics += [step(session, data, params) for _ in range(4)]
     session.save("four").result()
     values = [logprobs.numpy() for logprobs in session.forward(data).result()]
@@ -105,9 +106,41 @@ def both_halves(backend: Backend, folder: Path, kind: str) -> None:
     session.save("whole").result()
 
 
-def new_backend(model: str) -> Backend:
+def new_backend(model: str, **settings) -> LocalBackend:
     kind = ShardedBackend if num_processes() > 1 else LocalBackend
-    return kind(model=model, device="cpu", micro_batch_tokens=MICRO_BATCH_TOKENS)
+    return kind(model=model, device="cpu", micro_batch_tokens=MICRO_BATCH_TOKENS, **settings)
+
+
+def in_bfloat16(backend: LocalBackend, folder: Path, kind: str) -> None:
+    """A bfloat16 base under a float32 adapter, or float32 weights computed in bfloat16."""
+    backend.close()
+    with new_backend(backend._model, dtype="bfloat16") as other:
+        session = other.open_session("half", lora_of(kind), directory=folder)
+        metrics = [step(session, make_data(LENGTHS), params_of(kind)) for _ in range(3)]
+        remember(
+            folder,
+            "half",
+            loss=[one["loss"] for one in metrics],
+            norm=[one["grad_norm"] for one in metrics],
+        )
+
+
+def contract(backend: LocalBackend, folder: Path, kind: str) -> None:
+    """The rules of every backend, but for those about several open sessions."""
+    backend.close()
+    checks = [check for check in CONTRACT if check is not sessions_do_not_touch_each_other]
+    for check in checks:
+        with new_backend(backend._model) as other:
+            case = Case(
+                backend=other,
+                data=make_data(),
+                loss_fn=cross_entropy,
+                lora=lora_of(kind),  # pyright: ignore[reportArgumentType]
+                adam=make_adam(learning_rate=1e-3) if kind == "full" else make_adam(),
+                directory=folder / check.__name__,
+                tolerance=1e-5,
+            )
+            check(case)
 
 
 def few_rows(backend: Backend, folder: Path) -> None:
@@ -230,11 +263,18 @@ def leave_idle(backend: Backend, folder: Path) -> None:
 
 
 def run_scenarios(folder: Path, model: str, scenarios: list[str]) -> None:
-    """Runs scenarios one after the other, each with a backend of its own."""
+    """Runs scenarios one after the other, each with a backend of its own.
+
+    Args:
+        folder: each scenario gets one in it.
+        model: of scenarios that name none.
+        scenarios: `<name>:<argument>:...`, then perhaps `@<another model beside the first>`.
+    """
     for scenario in scenarios:
-        name, *others = scenario.split(":")
-        with new_backend(model) as backend:
-            globals()[name](backend, folder / "-".join((name, *others)), *others)
+        call, _, beside = scenario.partition("@")
+        name, *others = call.split(":")
+        with new_backend(str(Path(model).parent / beside) if beside else model) as backend:
+            globals()[name](backend, folder / scenario.replace(":", "-"), *others)
 
 
 def main(arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ from tunebook.backends.base import Capabilities
 from tunebook.backends.local.backend import LocalBackend
 from tunebook.backends.local.base_model import BaseModel, resolve_device
 from tunebook.backends.local.checkpoint import clean_up
-from tunebook.backends.local.distributed.launching import current_engine
+from tunebook.backends.local.distributed.launching import current_member
 from tunebook.backends.local.distributed.session import ShardedSession
 from tunebook.backends.local.distributed.sharding import ModelSettings
 from tunebook.backends.local.session import LocalSession, SessionSettings
@@ -68,7 +68,7 @@ class ShardedBackend(LocalBackend):
             )
         with self._queue.paused():
             clean_up(Path(directory))
-            engine = current_engine()
+            member = current_member()
             weight_dtype = torch.float32 if lora is None else self._dtype
             settings = ModelSettings(
                 name=self._model,
@@ -81,10 +81,10 @@ class ShardedBackend(LocalBackend):
                 micro_batch_tokens=self._micro_batch_tokens,
             )
             self._opened_model = True
-            engine.call("open", settings, lora)
+            member.call("open", settings, lora)
         session: Any = ShardedSession(
             name,
-            engine=engine,
+            member=member,
             queue=self._queue,
             settings=SessionSettings(
                 directory=Path(directory),
@@ -110,12 +110,12 @@ class ShardedBackend(LocalBackend):
         if self._open is not None:
             self._open.close()
         self._closed = True
-        if self._opened_model and not current_engine().team.broken:
-            current_engine().call("release")
+        if self._opened_model and not current_member().team.broken:
+            current_member().call("release")
 
     def _load_base(self, *, full: bool) -> BaseModel:
         del full
-        return current_engine().loaded.base
+        return current_member().loaded.base
 
     def _forget_session(self) -> None:
         self._open = None

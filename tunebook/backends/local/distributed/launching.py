@@ -6,14 +6,14 @@ import time
 import traceback
 from collections.abc import Callable
 
-from tunebook.backends.local.distributed.engine import Engine
+from tunebook.backends.local.distributed.member import Member
 from tunebook.backends.local.distributed.team import NOTE_WAIT_S, Team, is_lost_connection
 from tunebook.errors import BackendError, TunebookError
 
 LAST_WORDS_S = 2.0
 """How long the others stay after process 0 has ended badly, so that it leaves first."""
 
-_engines: list[Engine] = []
+_members: list[Member] = []
 
 
 def run_together(run: Callable[[], int]) -> int:
@@ -23,18 +23,18 @@ def run_together(run: Callable[[], int]) -> int:
         run: the program; it finds the others when it opens a `ShardedBackend`.
     """
     team = Team()
-    engine = Engine(team)
+    member = Member(team)
     if not team.leads:
-        return _serve(team, engine)
+        return _serve(team, member)
     code = 1
-    _engines.append(engine)
+    _members.append(member)
     try:
         code = run()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
         raise
     finally:
-        _engines.clear()
+        _members.clear()
         # Before the others end: their launcher may then end this process at once.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -44,21 +44,21 @@ def run_together(run: Callable[[], int]) -> int:
     return code
 
 
-def current_engine() -> Engine:
-    """The engine of this launch.
+def current_member() -> Member:
+    """The member of this launch.
 
     Raises:
         BackendError: the program was not started by `run_together`.
     """
-    if not _engines:
+    if not _members:
         raise BackendError(
             "several processes were started, but the program was not given to "
             "tunebook.backends.local.distributed.run_together; `python -m recipes.<recipe>` does so"
         )
-    return _engines[0]
+    return _members[0]
 
 
-def _serve(team: Team, engine: Engine) -> int:
+def _serve(team: Team, member: Member) -> int:
     # A stop is for process 0 to decide, which finishes its step with our help; a launcher that
     # means it kills.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -66,7 +66,7 @@ def _serve(team: Team, engine: Engine) -> int:
     if "" not in sys.path:  # as process 0, which looks for a user's functions where it stands
         sys.path.insert(0, "")
     try:
-        code = team.follow(engine.run)
+        code = team.follow(member.run)
     except BaseException as error:
         _report(team, error)
         return 1

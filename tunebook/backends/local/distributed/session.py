@@ -16,7 +16,7 @@ from torch import Tensor
 from tunebook.backends.base import Future, Generator, LossFn
 from tunebook.backends.local import checkpoint, optimizers
 from tunebook.backends.local.checkpoint import CheckpointState
-from tunebook.backends.local.distributed.engine import Engine
+from tunebook.backends.local.distributed.member import Member
 from tunebook.backends.local.distributed.sampling import RowToSample, SamplingTask
 from tunebook.backends.local.distributed.sharding import ShardedModel
 from tunebook.backends.local.distributed.team import pickled
@@ -48,7 +48,7 @@ class ShardedSession:
         self,
         name: str,
         *,
-        engine: Engine,
+        member: Member,
         queue: OperationQueue,
         settings: SessionSettings,
         on_close: Callable[[], None],
@@ -56,7 +56,7 @@ class ShardedSession:
         self.name = name
         self.step = 0
         """Optimizer steps that the weights have seen."""
-        self._engine = engine
+        self._member = member
         self._queue = queue
         self._settings = settings
         self._on_close = on_close
@@ -152,7 +152,7 @@ class ShardedSession:
                     "with it; start from its weights only"
                 )
             checkpoint.unpack_random_state(model.generator, state.random)
-            self._engine.call("load_random_state", model.generator.get_state())
+            self._member.call("load_random_state", model.generator.get_state())
 
     def load_weights(self, tensors: dict[str, Tensor], *, path: Path) -> None:
         """Spreads whole tensors over the processes.
@@ -174,11 +174,11 @@ class ShardedSession:
                     f"this session needs {tuple(parameter.shape)}"
                 )
         layout = {name: tensor.shape for name, tensor in tensors.items()}
-        self._engine.call("load_weights", layout, tensors=tensors)
+        self._member.call("load_weights", layout, tensors=tensors)
 
     @property
     def _model(self) -> ShardedModel:
-        return self._engine.loaded
+        return self._member.loaded
 
     @property
     def _where(self) -> str:
@@ -193,13 +193,13 @@ class ShardedSession:
             )
         tensors = checkpoint.read_optimizer(ref.path, state)
         layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        self._engine.call(
+        self._member.call(
             "load_optimizer", kind, layout, tuple(state.untouched), path, tensors=tensors
         )
 
     def _forward(self, data: list[Datum]) -> list[Tensor]:
         self._check_data(data)
-        return self._engine.call("forward", data)
+        return self._member.call("forward", data)
 
     def _forward_backward(self, data: list[Datum], loss_fn: LossFn, rows_per_unit: int) -> Metrics:
         self._check_data(data)
@@ -210,7 +210,7 @@ class ShardedSession:
             )
         require_sendable(loss_fn)
         try:
-            totals = self._engine.call(
+            totals = self._member.call(
                 "forward_backward", data, loss_fn, rows_per_unit, self._where
             )
         except BaseException:
@@ -231,7 +231,7 @@ class ShardedSession:
                 "use adamw, or one process"
             )
         keep = self._generator() is not None
-        norm = self._engine.call("optim_step", params, keep)
+        norm = self._member.call("optim_step", params, keep)
         self._has_gradient = False
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -242,11 +242,11 @@ class ShardedSession:
         return {"grad_norm": norm}
 
     def _publish_weights(self) -> Generator:
-        self._engine.call("publish")
+        self._member.call("publish")
         self._version += 1
         generator = ShardedGenerator(
             version=self._version,
-            engine=self._engine,
+            member=self._member,
             queue=self._queue,
             lane=self._lane,
             current_version=lambda: self._version,
@@ -267,7 +267,7 @@ class ShardedSession:
                 "a dot"
             )
         model, folder = self._model, self._settings.directory / name
-        weights, optimizer, untouched = self._engine.call("gather_state")
+        weights, optimizer, untouched = self._member.call("gather_state")
         check_all_finite(weights, folder)
         checkpoint.save_checkpoint(
             folder,
@@ -275,7 +275,7 @@ class ShardedSession:
             optimizer=optimizer,
             state=CheckpointState(
                 step=self.step,
-                optimizer=self._engine.optimizer.kind if self._engine.optimizer else None,
+                optimizer=self._member.optimizer.kind if self._member.optimizer else None,
                 untouched=untouched,
                 lora=model.lora,
                 targets=tuple(model.targets),
@@ -309,14 +309,14 @@ class ShardedGenerator:
         self,
         *,
         version: int,
-        engine: Engine,
+        member: Member,
         queue: OperationQueue,
         lane: Lane,
         current_version: Callable[[], int],
         settings: SessionSettings,
     ) -> None:
         self.version = version
-        self._engine = engine
+        self._member = member
         self._queue = queue
         self._lane = lane
         self._current_version = current_version
@@ -342,7 +342,7 @@ class ShardedGenerator:
                 f"which has published version {self._current_version()} since"
             )
         check_sampling(params, num_samples)
-        base = self._engine.loaded.base
+        base = self._member.loaded.base
         cache_argument(base.model if base.logits_rule is None else base.body)
         tokenizer = self._settings.load_tokenizer()
         strings = tuple(stop for stop in params.stop if isinstance(stop, str))
@@ -368,7 +368,7 @@ class ShardedGenerator:
                 stop_reason=StopReason.STOP if row.stopped else StopReason.LENGTH,
                 version=self.version,
             )
-            for row in self._engine.call("sample", task)
+            for row in self._member.call("sample", task)
         ]
         return [
             completions[first : first + num_samples]
@@ -376,7 +376,7 @@ class ShardedGenerator:
         ]
 
     def _room(self, prompt: list[int], max_tokens: int, index: int) -> int:
-        base, limit = self._engine.loaded.base, self._settings.max_seq_len
+        base, limit = self._member.loaded.base, self._settings.max_seq_len
         if not prompt:
             raise BackendError(f"prompt {index} is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= base.vocab_size:

@@ -182,16 +182,16 @@ def load_sharded_model(
     generator = None
     if lora is None:
         base.model.requires_grad_(True)
-        check_called(modules_with_parameters(base.model), calls, base.name, key="lora=null")
+        check_called(modules_with_parameters(base.model), calls.all, base.name, key="lora=null")
     else:
         check_lora(lora)
         targets = adapter_targets(base.model, base.head, lora.target_modules)
-        check_called(targets, calls, base.name, key="lora.target_modules")
+        check_called(targets, calls.plain, base.name, key="lora.target_modules")
         attach_adapter(targets, lora)
         generator = master_generator(lora, device)
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in repeated_blocks(base.model, calls):
+    for block in repeated_blocks(base.model, calls.all):
         fully_shard(block, mesh=mesh)
     root = fully_shard(Root(base.model), mesh=mesh)
     assert isinstance(root, nn.Module)
@@ -200,7 +200,7 @@ def load_sharded_model(
             # Losses are sums whose divisor is in the token weights: so are gradients.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    base.model.to(device)  # pyright: ignore[reportArgumentType]
+    # FSDP has put each part where it belongs.
     base = replace(base, device=device)
     model = ShardedModel(settings, base, lora, targets, root, mesh, {}, {}, generator)
     if lora is not None:
@@ -276,17 +276,23 @@ def add_hooks(model: ShardedModel, lora: LoraConfig) -> None:
         module.register_forward_hook(add_update)
 
 
-@torch.no_grad()
-def calls_of_a_pass(base: BaseModel) -> Counter[nn.Module]:
-    """How often a forward pass calls each module; a layer that gives no tensor counts as uncalled.
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How often a forward pass calls each module."""
 
-    What is not a tensor cannot carry an adapter.
-    """
-    calls: Counter[nn.Module] = Counter()
+    all: Counter[nn.Module] = field(default_factory=Counter)
+    plain: Counter[nn.Module] = field(default_factory=Counter)
+    """Calls that give one tensor, to which an adapter can be added."""
+
+
+@torch.no_grad()
+def calls_of_a_pass(base: BaseModel) -> Calls:
+    """The calls of a short forward pass."""
+    calls = Calls()
 
     def count(module: nn.Module, _args: object, output: object) -> None:
-        if isinstance(output, Tensor) or list(module.children()):
-            calls[module] += 1
+        calls.all[module] += 1
+        calls.plain[module] += isinstance(output, Tensor)
 
     handles = [module.register_forward_hook(count) for module in base.model.modules()]
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=base.device)
@@ -313,8 +319,9 @@ def check_called(
     uncalled = [name for name, module in modules.items() if not calls.get(module)]
     if uncalled:
         raise ConfigError(
-            f"{key}: {model_name} does not compute these layers in every forward pass, so they "
-            f"cannot be trained in several processes: {', '.join(uncalled[:8])}"
+            f"{key}: {model_name} does not compute these layers in every forward pass, or they "
+            "give more than one tensor, so several processes cannot train them: "
+            f"{', '.join(uncalled[:8])}"
             f"{' ...' if len(uncalled) > 8 else ''}. Use one process, or list other layers in "
             "lora.target_modules"
         )

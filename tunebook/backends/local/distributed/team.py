@@ -54,7 +54,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What all processes do next: a method of the engine and its arguments."""
+    """What all processes do next: a method of the member and its arguments."""
 
     name: str
     arguments: tuple[Any, ...]

@@ -44,7 +44,7 @@ EMPTY_ROW = Datum(tokens=np.zeros(2, np.int32), columns={})
 """What a process computes where it has no rows left; it counts for nothing."""
 
 
-class Engine:
+class Member:
     """One process's side of every operation."""
 
     def __init__(self, team: Team) -> None:
@@ -173,11 +173,10 @@ class Engine:
         """
         model = self.loaded
         model.collect_gradients()
-        squares = sum(
-            float(parameter.grad.double().square().sum())
-            for parameter in model.local.values()
-            if parameter.grad is not None
-        )
+        gradients = [
+            parameter.grad for parameter in model.local.values() if parameter.grad is not None
+        ]
+        squares = float(sum(gradient.double().square().sum() for gradient in gradients))
         norm = math.sqrt(sum(self.team.exchange(squares, None)))
         if math.isfinite(norm):
             if keep_published and self.published is None:
@@ -317,7 +316,7 @@ class Engine:
         model = self.loaded
         wanted = collate(rows, num_columns=num_columns, device=model.base.device)
         computed = wanted
-        if not bool(wanted.selected.any()):
+        if not any(supervised(datum).any() for datum in rows):
             selected_BT = torch.zeros_like(wanted.selected)
             selected_BT[0, 0] = True
             computed = replace(wanted, selected=selected_BT)
