@@ -28,6 +28,7 @@ from tunebook.display import (
 from tunebook.opening import build_backend
 from tunebook.planning import check_plan_hash
 from tunebook.preparation import PreparedRows, freeze, remember_split
+from tunebook.processes import num_processes
 from tunebook.runs import (
     Preparation,
     RunDir,
@@ -75,8 +76,18 @@ def main(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] | None
     """Runs a recipe with the arguments of a command line; returns the exit code.
 
     0 = done, 1 = the run failed, 2 = something to correct in the config or the data, 130 and 143 =
-    stopped by Ctrl-C or SIGTERM. `--debug` shows tracebacks; all else goes to Hydra.
+    stopped by Ctrl-C or SIGTERM. `--debug` shows tracebacks; all else goes to Hydra. Where a
+    launcher has started several processes, the first one runs the recipe and the others serve it.
     """
+    if num_processes() > 1:
+        from tunebook.backends.local.distributed import run_together
+
+        return run_together(lambda: run_recipe(recipe, prepare, train, argv))
+    return run_recipe(recipe, prepare, train, argv)
+
+
+def run_recipe(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] | None) -> int:
+    """As `main`, in this process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [each for each in arguments if each != "--debug"]

@@ -9,15 +9,33 @@ from tunebook.columns import loss_name
 from tunebook.compose import build, build_function
 from tunebook.config import RecipeConfig
 from tunebook.errors import ConfigError
+from tunebook.processes import num_processes
 from tunebook.runs import Checkpoint, RunDir, newest_checkpoint
 from tunebook.types import CheckpointRef
 
+LOCAL = "tunebook.backends.local.LocalBackend"
+SHARDED = "tunebook.backends.local.distributed.ShardedBackend"
+
 
 def build_backend(config: RecipeConfig) -> Backend:
-    """The backend of a config; nothing is loaded or created until a session is opened."""
+    """The backend of a config; nothing is loaded or created until a session is opened.
+
+    Where a launcher has started several processes, the local backend is the one that uses them.
+
+    Raises:
+        ConfigError: several processes, and a backend that cannot use them.
+    """
     model = config.model
+    backend = dict(config.backend)
+    if num_processes() > 1:
+        if backend.get("_target_") not in (LOCAL, SHARDED):
+            raise ConfigError(
+                f"{num_processes()} processes were started, which only backend=local can use; "
+                "start one without torchrun"
+            )
+        backend["_target_"] = SHARDED
     return build(
-        config.backend,
+        backend,
         key="backend",
         model=model.name,
         revision=model.revision,
