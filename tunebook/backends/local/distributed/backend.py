@@ -78,7 +78,7 @@ class ShardedBackend(LocalBackend):
                 revision=self._revision,
                 trust_remote_code=self._trust_remote_code,
                 allow_pickle=self._allow_pickle,
-                micro_batch_tokens=self._micro_batch_tokens,
+                micro_batch_tokens=self._tokens_at_once(None),
             )
             self._opened_model = True
             member.call("open", settings, lora)
@@ -88,7 +88,7 @@ class ShardedBackend(LocalBackend):
             queue=self._queue,
             settings=SessionSettings(
                 directory=Path(directory),
-                micro_batch_tokens=self._micro_batch_tokens,
+                micro_batch_tokens=self._tokens_at_once(None),
                 max_seq_len=self._read_max_seq_len(),
                 export_name=resolve_model(self._model),
                 load_tokenizer=self._load_tokenizer,

@@ -8,14 +8,21 @@ Legend: N tokens of the stream, A query heads, K key-value heads, R query heads 
 D head size, Q queries of a block, T keys that they see.
 """
 
+import functools
+import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from tunebook.backends.local.engine.layout import Span, Stream
+from tunebook.backends.local.engine.layout import Span, Stream, groups_of, lay_out
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 128
 """Queries of a block: enough for the products, few enough to skip most of what is hidden."""
@@ -73,9 +80,15 @@ def attend(
     """
     if query.device.type == "cpu" and rule.softcap is None:
         return _attend_blocks(query, key, value, stream, rule, with_gradient=with_gradient)
+    compute = masked_output
+    if query.device.type == "cuda" and flex_agrees(query.device, query.dtype):
+        compute = flex_output
     if not with_gradient:
-        return Attended(_masked_output(query, key, value, stream, rule), None, _masked_gradients)
-    return _attend_masked(query, key, value, stream, rule)
+        return Attended(compute(query, key, value, stream, rule), None, _graph_gradients)
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    with torch.enable_grad():
+        output = compute(leaves[0], leaves[1], leaves[2], stream, rule)
+    return Attended(output.detach(), (output, leaves), _graph_gradients)
 
 
 def attend_backward(
@@ -247,17 +260,7 @@ def _block_gradients(
     )
 
 
-def _attend_masked(
-    query: Tensor, key: Tensor, value: Tensor, stream: Stream, rule: AttentionRule
-) -> Attended:
-    """Attention with explicit scores, for windows and soft caps, and on other devices."""
-    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with torch.enable_grad():
-        output = _masked_output(leaves[0], leaves[1], leaves[2], stream, rule)
-    return Attended(output.detach(), (output, leaves), _masked_gradients)
-
-
-def _masked_gradients(
+def _graph_gradients(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -272,9 +275,10 @@ def _masked_gradients(
     return query_gradient, key_gradient, value_gradient
 
 
-def _masked_output(
+def masked_output(
     query: Tensor, key: Tensor, value: Tensor, stream: Stream, rule: AttentionRule
 ) -> Tensor:
+    """Attention row by row with explicit masks, for soft caps and on other devices, `[N, A, D]`."""
     positions = torch.from_numpy(stream.positions).to(query.device)
     beginnings = beginnings_of(stream)
     pieces: list[Tensor] = []
@@ -311,3 +315,95 @@ def _softmax_attention(
     scores = rule.softcap * torch.tanh(scores / rule.softcap)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return (weights.to(value.dtype) @ value).transpose(0, 1)
+
+
+def flex_output(
+    query: Tensor, key: Tensor, value: Tensor, stream: Stream, rule: AttentionRule
+) -> Tensor:
+    """Attention of the whole stream as one fused kernel with a block mask, `[N, A, D]`.
+
+    Source: arXiv:2412.05496 (FlexAttention).
+    """
+    cap = rule.softcap
+
+    def capped(score: Tensor, *_place: Tensor) -> Tensor:
+        return score if cap is None else cap * torch.tanh(score / cap)
+
+    output = _flex(query.device)(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        score_mod=None if cap is None else capped,
+        block_mask=_block_mask(stream, rule.window, query.device),
+        scale=rule.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[0].transpose(0, 1)
+
+
+@functools.cache
+def _flex(device: torch.device) -> Callable[..., Any]:
+    # Without compilation every score is held at once; a CPU is for tests of the mask.
+    compiled = torch.compile(flex_attention, dynamic=True)
+    return compiled if device.type == "cuda" else flex_attention
+
+
+_MASKS: "weakref.WeakKeyDictionary[Stream, dict[int | None, BlockMask]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _block_mask(stream: Stream, window: int | None, device: torch.device) -> BlockMask:
+    """Which tokens of a stream see which; made once for all layers of one window."""
+    masks = _MASKS.setdefault(stream, {})
+    if window not in masks:
+        owner = np.zeros(stream.num_tokens, np.int64)
+        shared = np.full(stream.num_tokens, -1)
+        beginnings = beginnings_of(stream)
+        for span in stream.segments:
+            owner[span.start : span.stop] = span.start
+            if span in beginnings:
+                shared[span.start : span.stop] = beginnings[span].start
+        owners, seen = (torch.from_numpy(each).to(device) for each in (owner, shared))
+        positions = torch.from_numpy(stream.positions).to(device)
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            found = (owners[query] == owners[key]) | (seen[query] == owners[key])
+            found = found & (query >= key)
+            if window is None:
+                return found
+            return found & (positions[query] - positions[key] < window)
+
+        num = stream.num_tokens
+        masks[window] = create_block_mask(sees, None, None, num, num, device=str(device))
+    return masks[window]
+
+
+@functools.cache
+def flex_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernel runs here and gives the output and gradients of explicit masks."""
+    rows = [np.arange(length, dtype=np.int32) for length in (70, 90, 40)]
+    groups = groups_of(rows, rows_per_unit=1, max_tokens=1000, share=True)
+    stream = lay_out([rows], [groups])
+    generator = torch.Generator().manual_seed(0)
+    num = stream.num_tokens
+    values = [torch.randn(num, heads, 64, generator=generator) for heads in (4, 2, 2, 4)]
+    *leaves, outer = (each.to(device, dtype) for each in values)
+    rule = AttentionRule(scaling=0.125, window=50, softcap=None)
+    found: list[list[Tensor]] = []
+    try:
+        for compute in (masked_output, flex_output):
+            inputs = [each.detach().requires_grad_() for each in leaves]
+            with torch.enable_grad():
+                output = compute(inputs[0], inputs[1], inputs[2], stream, rule)
+            found.append([output.detach(), *torch.autograd.grad(output, inputs, outer)])
+    except Exception:
+        # A compiler that is missing or fails raises anything; rows are then computed one by one.
+        logger.warning("flex attention does not run on %s; rows are computed singly", device)
+        return False
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    return all(
+        float((ours - theirs).norm()) <= tolerance * float(theirs.norm())
+        for theirs, ours in zip(*found, strict=True)
+    )

@@ -49,7 +49,7 @@ class Cross:
     keys: Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Stream:
     """Rows of several operations as one sequence of tokens."""
 
