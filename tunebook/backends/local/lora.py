@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tunebook.backends.local.engine.adapters import sum_dtype
 from tunebook.backends.local.stream import ROW_LENGTHS
 from tunebook.errors import ConfigError
 from tunebook.types import LoraConfig
@@ -75,8 +76,9 @@ class LoraLayer:
     def add_gradient(self, gradient_a: Tensor, gradient_b: Tensor) -> None:
         """Adds the gradient of one row."""
         if self.gradient_a is None or self.gradient_b is None:
-            self.gradient_a = torch.zeros_like(self.lora_a, dtype=torch.float64)
-            self.gradient_b = torch.zeros_like(self.lora_b, dtype=torch.float64)
+            dtype = sum_dtype(self.lora_a.device)
+            self.gradient_a = torch.zeros_like(self.lora_a, dtype=dtype)
+            self.gradient_b = torch.zeros_like(self.lora_b, dtype=dtype)
         self.gradient_a += gradient_a
         self.gradient_b += gradient_b
 

@@ -166,12 +166,18 @@ def _add_gradient(
     # gradient is the same to the last bit whichever rows share a stream. In float32 they would
     # differ in the last bits, which Adam makes visible where a gradient is near its epsilon.
     if site.a_gradient is None:
-        site.a_gradient = a_gradient.double()
-        site.b_gradients = [each.double() for each in b_gradients]
+        dtype = sum_dtype(inputs.device)
+        site.a_gradient = a_gradient.to(dtype)
+        site.b_gradients = [each.to(dtype) for each in b_gradients]
     else:
         site.a_gradient += a_gradient
         for total, each in zip(site.b_gradients, b_gradients, strict=True):
             total += each
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What gradients are summed in: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def gradients_of(adapter: AppliedAdapter) -> dict[str, tuple[Tensor, Tensor]]:

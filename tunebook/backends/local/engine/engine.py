@@ -116,15 +116,23 @@ class Engine:
             if any(chosen):
                 self._run_stream(jobs, lay_out(inputs, chosen))
 
-    def begin(self, stream: Stream, adapters: Sequence[AppliedAdapter | None]) -> Pass:
-        """A stream on the device, with the adapter of each of its operations."""
+    def begin(
+        self,
+        stream: Stream,
+        adapters: Sequence[AppliedAdapter | None],
+        *,
+        wanted: np.ndarray | None,
+    ) -> Pass:
+        """A stream with the adapter of each of its operations; `wanted` as in `Pass`."""
         positions = torch.from_numpy(stream.positions).to(self.decoder.device)
+        # Elsewhere products of other sizes are computed otherwise anyway, and many are slow.
+        on_cpu = self.decoder.device.type == "cpu"
         spans = [
-            AdapterSpan(adapter, tokens, groups)
+            AdapterSpan(adapter, tokens, groups if on_cpu else (tokens,))
             for adapter, tokens, groups in zip(adapters, stream.members, stream.groups, strict=True)
             if tokens.length
         ]
-        return Pass(self.decoder, stream, spans, self.decoder.rotations(positions))
+        return Pass(self.decoder, stream, spans, self.decoder.rotations(positions), wanted)
 
     def _run_stream(self, jobs: Sequence[Job], stream: Stream) -> None:
         backward = any(job.score is not None for job in jobs)
@@ -135,15 +143,22 @@ class Engine:
                 for job, rows in zip(jobs, stream.rows, strict=True)
                 if rows and job.adapter is not None
             )
-        given = self.begin(padded(stream), [job.adapter for job in jobs])
-        ran = run_layers(given, first_trained=first_trained, recompute=self.recompute)
         selections = [
             select(job.rows, stream.rows[number], stream.places[number])
             for number, job in enumerate(jobs)
         ]
-        places = torch.from_numpy(np.concatenate([found.place for found in selections]))
+        wanted = np.concatenate(
+            [
+                filled_up(np.unique(found.place), span)
+                for found, span in zip(selections, stream.members, strict=True)
+            ]
+        )
+        given = self.begin(padded(stream), [job.adapter for job in jobs], wanted=wanted)
+        ran = run_layers(given, first_trained=first_trained, recompute=self.recompute)
         targets = torch.from_numpy(np.concatenate([found.target for found in selections]))
-        hidden = ran.hidden[places.to(self.decoder.device)]
+        place = np.concatenate([found.place for found in selections])
+        places = torch.from_numpy(np.searchsorted(wanted, place)).to(self.decoder.device)
+        hidden = ran.hidden[places]
         result = self._logprobs(hidden, targets, with_slopes=backward)
         gradients: list[Tensor] = []
         start = 0
@@ -208,7 +223,7 @@ class Engine:
             result.slopes * gradients[:, None], hidden, self.decoder.final_norm
         )
         gradient = torch.zeros_like(ran.hidden)
-        gradient.index_add_(0, places.to(gradient.device), outer)
+        gradient.index_add_(0, places, outer)
         run_layers_backward(given, ran, gradient)
 
 
@@ -229,6 +244,18 @@ def select(rows: Sequence[Datum], numbers: Sequence[int], places: Sequence[np.nd
         place.append(row_places[columns].astype(np.int64))
         target.append(rows[number].tokens[1:][columns].astype(np.int64))
     return Selected(*(np.concatenate(each) for each in (row_index, column, place, target)))
+
+
+def filled_up(wanted: np.ndarray, span: Span) -> np.ndarray:
+    """At least `MIN_STREAM` ascending places of a span, if it has as many, the wanted among them.
+
+    Two rows of hidden states would be multiplied by other code, with other bits, than ten.
+    """
+    missing = MIN_STREAM - len(wanted)
+    if missing <= 0:
+        return wanted
+    others = np.setdiff1d(np.arange(span.start, span.stop), wanted)[:missing]
+    return np.sort(np.concatenate([wanted, others]))
 
 
 def padded(stream: Stream) -> Stream:

@@ -8,8 +8,9 @@ Legend: N tokens, H hidden size, A query heads, K key-value heads, D head size, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +22,7 @@ from tunebook.backends.local.engine.adapters import (
 )
 from tunebook.backends.local.engine.attention import Attended, attend, attend_backward
 from tunebook.backends.local.engine.decoder import Decoder, DecoderLayer, Norm, Site
-from tunebook.backends.local.engine.layout import Stream
+from tunebook.backends.local.engine.layout import Span, Stream
 from tunebook.backends.local.engine.products import linear, linear_backward
 
 Rotations = Mapping[str, tuple[Tensor, Tensor]]
@@ -35,6 +36,27 @@ class Pass:
     stream: Stream
     spans: Sequence[AdapterSpan]
     rotations: Rotations
+    wanted: np.ndarray | None = None
+    """`[M]` ascending places whose hidden states are wanted after the last layer; None = all."""
+
+    def narrowed(self) -> "Pass":
+        """The pass with the adapters' tokens counted among the wanted places only."""
+        assert self.wanted is not None
+        wanted = self.wanted
+
+        def narrow(span: Span) -> Span:
+            start, stop = np.searchsorted(wanted, (span.start, span.stop))
+            return Span(int(start), int(stop))
+
+        spans = [
+            AdapterSpan(
+                each.adapter,
+                narrow(each.tokens),
+                [group for group in map(narrow, each.groups) if group.length],
+            )
+            for each in self.spans
+        ]
+        return replace(self, spans=spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +73,8 @@ class KeptLayer:
     attention_output: Tensor | None
     """`[N, H]` what attention adds, before it is normalised; None where it is not."""
     middle: Tensor
-    """`[N, H]` float32, the residual stream after attention."""
+    """`[N, H]` float32, the residual stream after attention; `[M, H]` in the last layer, where what
+    follows is computed at the wanted places only."""
     gate_up: Tensor
     """`[N, 2 I]`"""
     feed_forward_output: Tensor | None
@@ -85,7 +108,7 @@ class Ran:
     """A stream after all layers."""
 
     hidden: Tensor
-    """`[N, H]` float32, not normalised."""
+    """`[M, H]` float32 at the wanted places, not normalised."""
     kept: Mapping[int, KeptLayer | Tensor]
     """Layer number -> what it kept, or its input."""
 
@@ -97,7 +120,7 @@ def run_layers_backward(given: Pass, ran: Ran, gradient: Tensor) -> None:
     Args:
         given: the stream.
         ran: from `run_layers`; what it kept is let go of on the way.
-        gradient: `[N, H]` float32, of `ran.hidden`; overwritten.
+        gradient: `[M, H]` float32, of `ran.hidden`; overwritten.
     """
     kept = dict(ran.kept)
     lowest = min(kept)
@@ -107,7 +130,7 @@ def run_layers_backward(given: Pass, ran: Ran, gradient: Tensor) -> None:
             _, again = run_layer(given, number, layer, keep=True)
             assert again is not None
             layer = again
-        run_layer_backward(given, number, layer, gradient, into_input=number > lowest)
+        gradient = run_layer_backward(given, number, layer, gradient, into_input=number > lowest)
 
 
 def run_layer(
@@ -117,11 +140,14 @@ def run_layer(
     decoder = given.decoder
     layer = decoder.layers[number]
     low_ranks: dict[Site, Sequence[Tensor | None]] = {}
+    places = wanted_places(given, number)
+    after = given if places is None else given.narrowed()
 
     def project(site: Site, inputs: Tensor) -> Tensor:
         weights = layer.sites[site]
         outputs = linear(inputs, weights.weight, weights.bias)
-        low_ranks[site] = add_updates(outputs, inputs, given.spans, (number, site))
+        spans = given.spans if site is Site.QKV else after.spans
+        low_ranks[site] = add_updates(outputs, inputs, spans, (number, site))
         return outputs
 
     normed = normalised(hidden, layer.input_norm).to(decoder.dtype)
@@ -130,12 +156,12 @@ def run_layer(
     queries, keys = rotated[:, : decoder.num_heads], rotated[:, decoder.num_heads :]
     values = heads[:, decoder.num_heads + decoder.num_kv_heads :].to(rotated.dtype)
     attended = attend(queries, keys, values, given.stream, layer.attention, with_gradient=keep)
-    added = project(Site.OUT, attended.output.flatten(1).to(decoder.dtype))
+    added = project(Site.OUT, at(attended.output, places).flatten(1).to(decoder.dtype))
     attention_output = None
     if layer.attention_output_norm is not None:
         attention_output = added
         added = normalised(added.float(), layer.attention_output_norm)
-    middle = hidden + added
+    middle = at(hidden, places) + added
 
     normed = normalised(middle, layer.feed_forward_norm).to(decoder.dtype)
     gate_up = project(Site.GATE_UP, normed)
@@ -153,28 +179,50 @@ def run_layer(
     )  # fmt: skip
 
 
+def wanted_places(given: Pass, number: int) -> Tensor | None:
+    """Places at which the end of a layer is wanted, `[M]`; None = all."""
+    if given.wanted is None or number < len(given.decoder.layers) - 1:
+        return None
+    return torch.from_numpy(given.wanted).to(given.decoder.device)
+
+
+def at(values: Tensor, places: Tensor | None) -> Tensor:
+    """The values at some places of a stream; None = all."""
+    return values if places is None else values[places]
+
+
+def spread(values: Tensor, places: Tensor | None, *, length: int) -> Tensor:
+    """What `at` took, back in its places among zeros, `[length, ...]`."""
+    if places is None:
+        return values
+    whole = values.new_zeros(length, *values.shape[1:])
+    whole[places] = values
+    return whole
+
+
 def run_layer_backward(
     given: Pass, number: int, kept: KeptLayer, gradient: Tensor, *, into_input: bool
-) -> None:
-    """Adds to the adapters' gradients; turns the gradient of a layer's output into its input's.
+) -> Tensor:
+    """The gradient of a layer's input, `[N, H]` float32; adds to those of the adapters.
 
     Args:
         given: the stream.
         number: of the layer.
         kept: from `run_layer`.
         gradient: `[N, H]` float32, of the output; overwritten.
-        into_input: whether a lower layer wants the gradient.
+        into_input: whether a lower layer wants the gradient; else what is returned is not it.
     """
     decoder = given.decoder
     layer = decoder.layers[number]
+    places = wanted_places(given, number)
+    after = given if places is None else given.narrowed()
 
     def project_backward(
         site: Site, outer: Tensor, inputs: Tensor, *, wanted: bool = True
     ) -> Tensor | None:
         inner = linear_backward(outer, layer.sites[site].weight) if wanted else None
-        add_update_gradients(
-            outer, inputs, inner, kept.low_ranks[site], given.spans, (number, site)
-        )
+        spans = given.spans if site is Site.QKV else after.spans
+        add_update_gradients(outer, inputs, inner, kept.low_ranks[site], spans, (number, site))
         return inner
 
     # Feed-forward: middle + norm(down(act(gate) * up))
@@ -204,9 +252,12 @@ def run_layer_backward(
     inner = project_backward(
         Site.OUT,
         outer.to(decoder.dtype),
-        kept.attended.output.flatten(1).to(decoder.dtype),
+        at(kept.attended.output, places).flatten(1).to(decoder.dtype),
     )
     assert inner is not None
+    num_tokens = len(kept.hidden)
+    inner = spread(inner, places, length=num_tokens)
+    gradient = spread(gradient, places, length=num_tokens)
     num_heads = decoder.num_heads
     query, key, value = attend_backward(
         inner.view_as(kept.attended.output).to(kept.rotated.dtype),
@@ -227,6 +278,7 @@ def run_layer_backward(
     )
     if inner is not None:
         gradient += normalised_backward(inner.float(), kept.hidden, layer.input_norm)
+    return gradient
 
 
 def normalised(inputs: Tensor, norm: Norm) -> Tensor:
