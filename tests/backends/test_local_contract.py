@@ -9,11 +9,12 @@ from tests.backends.contract import CONTRACT, Case
 from tests.backends.tiny import make_adam, make_data, make_lora
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "general"])
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_contract(check: Callable[[Case], None], open_backend, tmp_path) -> None:
+def test_contract(check: Callable[[Case], None], open_backend, tmp_path, fast: bool) -> None:
     check(
         Case(
-            backend=open_backend(),
+            backend=open_backend(fast=fast),
             data=make_data(),
             loss_fn=cross_entropy,
             lora=make_lora(),
