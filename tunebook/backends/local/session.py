@@ -261,9 +261,7 @@ class LocalSession:
         with self._weights.applied(dropout=True), self._dropping_gradients_on_failure():
             for micro_batch in self._plan(data, rows_per_unit=rows_per_unit):
                 rows = [data[row] for row in micro_batch.rows]
-                batch = collate(
-                    rows, num_columns=micro_batch.num_columns, device=self._base.device
-                )
+                batch = collate(rows, num_columns=micro_batch.num_columns, device=self._base.device)
                 replay = None if self._weights.generator is None else self._weights.replay
                 logprobs_BT = target_logprobs(self._base, batch, fill=0.0, replay=replay)
                 loss = self._loss(rows, logprobs_BT, losses)
@@ -371,6 +369,7 @@ class LocalSession:
         generator = LocalGenerator(
             version=self._version,
             base=self._base,
+            engine=self._engine,
             weights=self._weights,
             queue=self._queue,
             lane=self._lane,
