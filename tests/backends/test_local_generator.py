@@ -16,7 +16,7 @@ from tests.backends.tiny import (
     make_lora,
     make_sampling,
 )
-from tunebook.backends.local.generator import draw, ends, sampling_logprobs
+from tunebook.backends.local.completions import LARGEST_DRAW, draw, ends, sampling_logprobs
 from tunebook.errors import BackendError, ConfigError, StaleGenerator
 from tunebook.types import Datum, StopReason
 
@@ -144,24 +144,22 @@ def test_frequencies_follow_the_probabilities() -> None:
     """Probabilities 0.5, 0.3, 0.2, 0 by inverse transform of evenly spaced numbers: exact shares."""
     logits = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log().expand(1000, 4)
     draws = (torch.arange(1000) + 0.5) / 1000
-    tokens, logprobs = draw(logits, make_sampling(), draws)
+    tokens, logprobs = draw(logits, draws, temperature=1.0, top_k=0, top_p=1.0)
     assert torch.bincount(tokens, minlength=4).tolist() == [500, 300, 200, 0]
     assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.3, 0.2, 0.0])[tokens])
 
 
 def test_the_largest_draw_never_takes_an_excluded_token() -> None:
-    from tunebook.backends.local.generator import LARGEST_DRAW
-
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0))
-    params = make_sampling(top_k=3)
-    token, logprob = draw(logits, params, torch.tensor([LARGEST_DRAW]))
+    largest = torch.tensor([LARGEST_DRAW])
+    token, logprob = draw(logits, largest, temperature=1.0, top_k=3, top_p=1.0)
     assert token.item() in logits.topk(3).indices and torch.isfinite(logprob).all()
 
 
 def test_the_smallest_draw_never_takes_an_excluded_token() -> None:
     """A draw of exactly 0 with the first token excluded gives the second."""
     logits = torch.tensor([[-torch.inf, 0.0, 0.0]])
-    token, logprob = draw(logits, make_sampling(), torch.tensor([0.0]))
+    token, logprob = draw(logits, torch.tensor([0.0]), temperature=1.0, top_k=0, top_p=1.0)
     assert token.item() == 1 and logprob.item() == pytest.approx(np.log(0.5))
 
 

@@ -369,6 +369,7 @@ class LocalSession:
         generator = LocalGenerator(
             version=self._version,
             base=self._base,
+            engine=self._engine,
             weights=self._weights,
             queue=self._queue,
             lane=self._lane,

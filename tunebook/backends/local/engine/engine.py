@@ -24,6 +24,7 @@ from tunebook.backends.local.engine.layers import (
     run_layers_backward,
 )
 from tunebook.backends.local.engine.layout import Group, Span, Stream, groups_of, lay_out, pack
+from tunebook.backends.local.engine.products import linear
 from tunebook.backends.local.logprobs import supervised
 from tunebook.backends.local.tuning import should_recompute
 from tunebook.types import Datum
@@ -133,6 +134,15 @@ class Engine:
             if tokens.length
         ]
         return Pass(self.decoder, stream, spans, self.decoder.rotations(positions), wanted)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[N, V]` float32 of hidden states `[N, H]` that are not normalised."""
+        weight, bias = self.base.head.weight, getattr(self.base.head, "bias", None)
+        assert isinstance(weight, Tensor)
+        normed = normalised(hidden, self.decoder.final_norm).to(self.decoder.dtype)
+        raw = linear(normed, weight.detach(), bias).float()
+        return raw if self._rule is None else self._rule(raw)
 
     def _run_stream(self, jobs: Sequence[Job], stream: Stream) -> None:
         backward = any(job.score is not None for job in jobs)

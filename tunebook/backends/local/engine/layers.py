@@ -7,8 +7,9 @@ outputs of its products; what follows from these in one elementwise pass is comp
 Legend: N tokens, H hidden size, A query heads, K key-value heads, D head size, I feed-forward size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ class Pass:
     wanted: np.ndarray | None = None
     """`[M]` ascending places whose hidden states are wanted after the last layer; None = all."""
 
+    attention: "LayerAttention | None" = None
+    """None = each row of the stream attends to itself, which is what training computes."""
+
     def narrowed(self) -> "Pass":
         """The pass with the adapters' tokens counted among the wanted places only."""
         assert self.wanted is not None
@@ -57,6 +61,10 @@ class Pass:
             for each in self.spans
         ]
         return replace(self, spans=spans)
+
+
+LayerAttention: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Attended]
+"""`(layer, queries [N, A, D], keys [N, K, D], values [N, K, D]) -> attention`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +163,10 @@ def run_layer(
     rotated = _queries_and_keys(decoder, layer, heads, given.rotations[layer.rope])
     queries, keys = rotated[:, : decoder.num_heads], rotated[:, decoder.num_heads :]
     values = heads[:, decoder.num_heads + decoder.num_kv_heads :].to(rotated.dtype)
-    attended = attend(queries, keys, values, given.stream, layer.attention, with_gradient=keep)
+    if given.attention is None:
+        attended = attend(queries, keys, values, given.stream, layer.attention, with_gradient=keep)
+    else:
+        attended = given.attention(number, queries, keys, values)
     added = project(Site.OUT, at(attended.output, places).flatten(1).to(decoder.dtype))
     attention_output = None
     if layer.attention_output_norm is not None:
