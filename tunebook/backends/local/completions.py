@@ -3,6 +3,7 @@
 Legend: B rows, V vocabulary.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -124,9 +125,7 @@ def make_rows(
     return rows
 
 
-def room_for(
-    base: BaseModel, prompt: Sequence[int], *, index: int, max_seq_len: int | None
-) -> float:
+def room_for(base: BaseModel, prompt: Sequence[int], *, index: int, max_seq_len: int | None) -> int:
     """Tokens that can follow a prompt.
 
     Raises:
@@ -137,7 +136,7 @@ def room_for(
     if min(prompt) < 0 or max(prompt) >= base.vocab_size:
         raise BackendError(f"prompt {index} holds a token id outside 0..{base.vocab_size - 1}")
     if max_seq_len is None:
-        return float("inf")
+        return sys.maxsize
     room = max_seq_len - len(prompt)
     if room < 1:
         raise BackendError(
