@@ -66,11 +66,7 @@ class LocalGenerator:
     def _sample(
         self, prompts: list[list[int]], params: SamplingParams, num_samples: int
     ) -> list[list[Completion]]:
-        if self._current_version() != self.version:
-            raise StaleGenerator(
-                f"this generator holds version {self.version} of session {self._lane.name!r}, "
-                f"which has published version {self._current_version()} since"
-            )
+        self._check_current()
         check_sampling(params, num_samples)
         strings = tuple(stop for stop in params.stop if isinstance(stop, str))
         tokenizer = self._load_tokenizer()
@@ -106,6 +102,13 @@ class LocalGenerator:
             completions[first : first + num_samples]
             for first in range(0, len(completions), num_samples)
         ]
+
+    def _check_current(self) -> None:
+        if self._current_version() != self.version:
+            raise StaleGenerator(
+                f"this generator holds version {self.version} of session {self._lane.name!r}, "
+                f"which has published version {self._current_version()} since"
+            )
 
     def _room(self, prompt: list[int], max_tokens: int, *, index: int) -> int:
         if not prompt:
@@ -206,7 +209,7 @@ def complete(
     """
     draws_BT = np.stack(
         [
-            np.random.default_rng([*_words(seed), *row.index]).random(params.max_tokens)
+            np.random.default_rng([*words_of(seed), *row.index]).random(params.max_tokens)
             for row in rows
         ]
     )
@@ -326,7 +329,7 @@ def _completion(row: _Row, version: int) -> Completion:
     )
 
 
-def _words(seed: int) -> list[int]:
+def words_of(seed: int) -> list[int]:
     """A seed of any size as 32-bit words, which is what a seed sequence takes."""
     words = []
     while True:
