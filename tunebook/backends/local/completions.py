@@ -148,11 +148,11 @@ def room_for(base: BaseModel, prompt: Sequence[int], *, index: int, max_seq_len:
 
 def draws_of(seed: int, index: tuple[int, int], count: int) -> FloatArray:
     """The random numbers of one row: prompt and sample number `index` of a request."""
-    draws = np.random.default_rng([*_words(seed), *index]).random(count)
+    draws = np.random.default_rng([*words_of(seed), *index]).random(count)
     return np.minimum(draws, LARGEST_DRAW).astype(np.float32)
 
 
-def _words(seed: int) -> list[int]:
+def words_of(seed: int) -> list[int]:
     """A seed of any size as 32-bit words, which is what a seed sequence takes."""
     words = []
     while True:
