@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+NOTES = FOLDER / "NOTES.md"
+"""What the figures mean, written by hand; the end of RESULTS.md."""
 GIB = 2**30
 ORDER = ("sft", "dpo", "grpo", "adapters", "memory", "startup", "rendering", "gemm")
 PARTS = (
@@ -80,7 +82,8 @@ def document(results: list[dict[str, Any]]) -> str:
         parts.append(NO_CUDA)
     for result in results:
         parts.append(table(result) + "\n\n" + "\n".join(footnotes(result)))
-    return "\n".join(parts) + "\n"
+    parts.append(NOTES.read_text(encoding="utf-8"))
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def table(result: dict[str, Any]) -> str:
