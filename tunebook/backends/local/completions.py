@@ -108,9 +108,8 @@ def make_rows(
     assert isinstance(entropy, int)
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
-        max_tokens = min(
-            params.max_tokens, room_for(base, prompt, index=index, max_seq_len=max_seq_len)
-        )
+        room = room_for(base, prompt, index=index, max_seq_len=max_seq_len)
+        max_tokens = params.max_tokens if room is None else min(params.max_tokens, room)
         rows.extend(
             Row(
                 prompt=tuple(prompt),
@@ -126,8 +125,8 @@ def make_rows(
 
 def room_for(
     base: BaseModel, prompt: Sequence[int], *, index: int, max_seq_len: int | None
-) -> float:
-    """Tokens that can follow a prompt.
+) -> int | None:
+    """Tokens that can follow a prompt; None = not known.
 
     Raises:
         BackendError: it is empty, too long, or of another tokenizer.
@@ -137,7 +136,7 @@ def room_for(
     if min(prompt) < 0 or max(prompt) >= base.vocab_size:
         raise BackendError(f"prompt {index} holds a token id outside 0..{base.vocab_size - 1}")
     if max_seq_len is None:
-        return float("inf")
+        return None
     room = max_seq_len - len(prompt)
     if room < 1:
         raise BackendError(

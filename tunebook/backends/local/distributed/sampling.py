@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tunebook.backends.local.completions import draw, draws_of, ends
 from tunebook.backends.local.distributed.sharding import ShardedModel
 from tunebook.backends.local.distributed.team import Team
 from tunebook.backends.local.execution import micro_batches
-from tunebook.backends.local.generator import LARGEST_DRAW, draw, ends, next_logits
+from tunebook.backends.local.generator import next_logits
 from tunebook.types import SamplingParams
 
 
@@ -97,10 +98,8 @@ def complete_together(
     """
     base, params = model.base, task.params
     sampled = [SampledRow([], [], False) for _ in rows]
-    draws_BT = np.stack(
-        [np.random.default_rng([task.seed, *row.index]).random(params.max_tokens) for row in rows]
-    )
-    draws = torch.from_numpy(np.minimum(draws_BT, LARGEST_DRAW).astype(np.float32)).to(base.device)
+    draws_BT = np.stack([draws_of(task.seed, row.index, params.max_tokens) for row in rows])
+    draws = torch.from_numpy(draws_BT).to(base.device)
     longest = max(len(row.prompt) for row in rows)
     input_ids_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
     mask_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -113,7 +112,13 @@ def complete_together(
     for step in range(params.max_tokens):
         inputs = (input_ids_BT, mask_BT, positions_BT, cache)
         logits_BV, cache = model.run(lambda inputs=inputs: next_logits(base, *inputs))
-        tokens_B, logprobs_B = draw(logits_BV, params, draws[:, step])
+        tokens_B, logprobs_B = draw(
+            logits_BV,
+            draws[:, step],
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+        )
         drawn = zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
         for number, (row, token, logprob) in enumerate(drawn):
             if not finished(row, sampled[number]):

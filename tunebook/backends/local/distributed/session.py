@@ -16,13 +16,14 @@ from torch import Tensor
 from tunebook.backends.base import Future, Generator, LossFn
 from tunebook.backends.local import checkpoint, optimizers
 from tunebook.backends.local.checkpoint import CheckpointState
+from tunebook.backends.local.completions import check_sampling, end_token_ids
 from tunebook.backends.local.distributed.member import Member
 from tunebook.backends.local.distributed.sampling import RowToSample, SamplingTask
 from tunebook.backends.local.distributed.sharding import ShardedModel
 from tunebook.backends.local.distributed.team import pickled
 from tunebook.backends.local.export import check_all_finite, export_adapter, export_full_model
 from tunebook.backends.local.fit import check_kind, differing_shape, refuse
-from tunebook.backends.local.generator import cache_argument, check_sampling, end_token_ids
+from tunebook.backends.local.generator import cache_argument
 from tunebook.backends.local.queue import Lane, OperationQueue
 from tunebook.backends.local.session import SessionSettings
 from tunebook.columns import loss_name
