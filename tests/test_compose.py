@@ -326,6 +326,11 @@ def test_resume_of_no_run(tmp_path):
 def test_build_refuses_what_the_target_does_not_take():
     with pytest.raises(ConfigError, match=r"backend\.devise.*backend\.device"):
         build({"_target_": "tunebook.backends.local.LocalBackend", "devise": "cpu"}, key="backend")
+    with pytest.raises(ConfigError, match=r"^backend\.dtype=float16: must be one of auto"):
+        build(
+            {"_target_": "tunebook.backends.local.LocalBackend", "model": "x", "dtype": "float16"},
+            key="backend",
+        )
     with pytest.raises(ConfigError, match=r"loss\._target_=no\.such: cannot be imported"):
         build_function({"_target_": "no.such"}, key="loss")
     with pytest.raises(ConfigError, match=r"loss\._target_ is missing"):

@@ -30,7 +30,7 @@ from tunebook.composition_errors import (
 )
 from tunebook.config import DataConfig, RecipeConfig
 from tunebook.config_checks import check_ranges
-from tunebook.errors import ConfigError, RunError
+from tunebook.errors import ConfigError, RunError, TunebookError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
 
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
@@ -129,6 +129,7 @@ RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
     "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict",
     "backend.device", "backend.micro_batch_tokens", "backend.recompute",
+    "backend.generator_memory",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 
@@ -199,13 +200,20 @@ def build(node: Mapping[str, Any], *, key: str, **arguments: Any) -> Any:
         arguments: passed besides the node's own.
 
     Raises:
-        ConfigError: the target cannot be imported, or does not take one of the arguments.
+        ConfigError: the target cannot be imported, or does not take one of the arguments or values.
     """
+    from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     target = _target(node, key)
     _check_arguments(target, {**node, **arguments}, key)
-    return instantiate(dict(node), **arguments, _convert_="all")
+    try:
+        return instantiate(dict(node), **arguments, _convert_="all")
+    except InstantiationException as error:
+        # What the target itself refuses is said in its own words.
+        if isinstance(error.__cause__, TunebookError):
+            raise error.__cause__ from None
+        raise
 
 
 def build_function(node: Mapping[str, Any], *, key: str) -> functools.partial[Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import ConfigError
 
@@ -136,8 +136,9 @@ def load_causal_lm(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A causal language model on the CPU, in evaluation mode.
+    """A causal language model in evaluation mode, on the CPU unless `options` say otherwise.
 
     Args:
         name: as in `resolve_model`.
@@ -145,6 +146,7 @@ def load_causal_lm(
         dtype: of the weights.
         trust_remote_code: allow the repository's own Python code.
         allow_pickle: allow weights other than safetensors.
+        options: more arguments of `from_pretrained`.
 
     Raises:
         ConfigError: there is no such model, or only with pickled weights.
@@ -159,6 +161,7 @@ def load_causal_lm(
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=None if allow_pickle else True,
+                **(options or {}),
             )
     except (OSError, ValueError) as error:
         raise ConfigError(_not_loadable("model", name, error)) from error

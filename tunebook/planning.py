@@ -31,6 +31,7 @@ CURVE_POINTS = 500
 NOT_PART_OF_THE_PLAN = (
     "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
     "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens", "backend.recompute",
+    "backend.generator_memory",
 )  # fmt: skip
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")

@@ -12,6 +12,7 @@ from loss_fns.cross_entropy import cross_entropy
 from tests.backends.test_local_training import parameters_of
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tunebook.backends.local import LocalBackend
+from tunebook.backends.local.distributed import ShardedBackend
 from tunebook.backends.local.execution import padded_tokens
 from tunebook.backends.local.probe import Measurement, extrapolate
 from tunebook.errors import BackendError, ConfigError
@@ -39,6 +40,13 @@ def test_a_device_that_is_not_there(tiny, device: str) -> None:
         pytest.skip(f"this machine has {device}")
     with pytest.raises(ConfigError, match=f"backend.device={device}: no"):
         LocalBackend(model=tiny.untied, device=device)
+
+
+@pytest.mark.parametrize("setting", [{"base_weights": "nf4"}, {"generator": "vllm"}])
+def test_several_processes_have_neither_4_bits_nor_vllm(tiny, setting: dict) -> None:
+    ((key, value),) = setting.items()
+    with pytest.raises(ConfigError, match=f"backend.{key}={value}: several processes have"):
+        ShardedBackend(model=tiny.untied, device="cpu", **setting)
 
 
 def test_capabilities_need_no_weights(tiny, tmp_path) -> None:

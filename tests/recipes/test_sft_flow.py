@@ -355,6 +355,10 @@ def needs_advantages(logprobs, *, advantages, token_weights):
 def test_a_backend_that_cannot(configure):
     with pytest.raises(ConfigError, match=r"max_seq_len=5000000: the model takes at most"):
         sft.prepare(configure(max_seq_len=5_000_000))
+    for key, value in (("base_weights", "nf4"), ("generator", "vllm")):
+        setting = {"backend__device": "cpu", f"backend__{key}": value}
+        with pytest.raises(ConfigError, match=rf"^backend\.{key}={value}: .*needs a CUDA device"):
+            sft.prepare(configure(**setting))
 
 
 def test_start_from_takes_weights_only_and_begins_at_step_0(configure):

@@ -36,9 +36,18 @@ from tunebook.backends.local.peft_format import (
     read_peft_config,
     read_peft_weights,
 )
+from tunebook.backends.local.quantised import FULL, check_base_is_frozen, check_base_weights
 from tunebook.backends.local.queue import OperationQueue
 from tunebook.backends.local.session import LocalSession, SessionSettings
 from tunebook.backends.local.tuning import tokens_at_once
+from tunebook.backends.local.vllm_generator import (
+    TORCH,
+    AdapterPublisher,
+    VllmEngine,
+    check_generator,
+    check_publishable,
+    engine_settings,
+)
 from tunebook.backends.local.weights import AdapterWeights, FullWeights, TrainedWeights
 from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.models import load_causal_lm, load_tokenizer, resolve_model
@@ -61,9 +70,13 @@ class LocalBackend:
         model: str,
         device: str = "auto",
         dtype: str = "auto",
+        base_weights: str = FULL,
         micro_batch_tokens: int | None = None,
         fast: bool = True,
         recompute: bool | None = None,
+        generator: str = TORCH,
+        generator_memory: float = 0.4,
+        generator_max_seq_len: int | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         allow_pickle: bool = False,
@@ -76,6 +89,8 @@ class LocalBackend:
             model: as in `tunebook.models.resolve_model`.
             device: auto (cuda, mps, cpu in this order), cpu, cuda, cuda:<number>, or mps.
             dtype: auto (bfloat16 on cuda, else float32), float32, or bfloat16.
+            base_weights: full, or nf4: kept in 4 bits under the adapters (QLoRA), trained by the
+                general path; needs CUDA and the extra `quant`.
             micro_batch_tokens: tokens computed at once, padding included where there is any; None =
                 as many as the free memory holds, at most 2,048 on a CPU and 16,384 on a GPU; by the
                 general path 1,024 and 8,192. It changes how fast, not what is computed, with one
@@ -85,6 +100,12 @@ class LocalBackend:
                 computes with the model's own code always.
             recompute: keep only the input of each layer for the backward pass of the fast path and
                 compute the rest again, a third slower; None = where memory is short.
+            generator: torch, or vllm: vLLM samples, from a copy of the base beside the one that is
+                trained over; needs CUDA and the extra `vllm`.
+            generator_memory: share of the GPU's memory that vLLM takes, its copy of the base
+                included; training has the rest.
+            generator_max_seq_len: tokens of prompt and answer that vLLM makes room for; None = as
+                many as the model takes.
             revision: hub revision.
             trust_remote_code: allow the model repository's own Python code.
             allow_pickle: allow weights other than safetensors.
@@ -92,7 +113,7 @@ class LocalBackend:
             chat_template: as in `tunebook.models.load_tokenizer`.
 
         Raises:
-            ConfigError: a value that is not allowed, or a device that is not there.
+            ConfigError: a value that is not allowed, or a device or package that is not there.
         """
         if micro_batch_tokens is not None and micro_batch_tokens < 1:
             raise ConfigError(
@@ -101,6 +122,19 @@ class LocalBackend:
         self._model = model
         self._device = resolve_device(device)
         self._dtype = resolve_dtype(dtype, self._device)
+        check_base_weights(base_weights, device=self._device)
+        check_generator(
+            generator,
+            device=self._device,
+            base_weights=base_weights,
+            memory=generator_memory,
+            max_seq_len=generator_max_seq_len,
+        )
+        self._base_weights = base_weights
+        self._generator = generator
+        self._generator_memory = generator_memory
+        self._generator_max_seq_len = generator_max_seq_len
+        self._vllm: VllmEngine | None = None
         self._micro_batch_tokens = micro_batch_tokens
         self._recompute = recompute
         self._fast = fast
@@ -144,6 +178,7 @@ class LocalBackend:
         )
 
     def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
+        self._check_trainable(lora)
         architecture = read_architecture(
             self._model, revision=self._revision, trust_remote_code=self._trust_remote_code
         )
@@ -171,10 +206,12 @@ class LocalBackend:
         with_optimizer: bool = True,
     ) -> LocalSession:
         self._check_can_open(name, lora)
+        self._check_trainable(lora)
         with self._queue.paused():
             clean_up(Path(directory))
         base = self._load_base(full=lora is None)
         weights = FullWeights(base) if lora is None else AdapterWeights(base, lora)
+        publisher = None if lora is None else self._publisher(name, lora)
         engine = self._engine_for(base, weights)
         session = LocalSession(
             name,
@@ -188,6 +225,7 @@ class LocalBackend:
                 max_seq_len=self._read_max_seq_len(),
                 export_name=resolve_model(self._model),
                 load_tokenizer=self._load_tokenizer,
+                publisher=publisher,
             ),
             on_close=lambda: self._forget(name),
         )
@@ -230,9 +268,15 @@ class LocalBackend:
         for session in list(self._sessions.values()):
             session.close()
         self._base = self._engine = None
+        if self._vllm is not None:
+            self._vllm.close()
         self._closed = True
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _check_trainable(self, lora: LoraConfig | None) -> None:
+        check_base_is_frozen(self._base_weights, lora)
+        check_publishable(self._generator, lora)
 
     def _check_can_open(self, name: str, lora: LoraConfig | None) -> None:
         if self._closed:
@@ -294,6 +338,7 @@ class LocalBackend:
                 revision=self._revision,
                 trust_remote_code=self._trust_remote_code,
                 allow_pickle=self._allow_pickle,
+                base_weights=self._base_weights,
             )
         return self._base
 
@@ -301,6 +346,8 @@ class LocalBackend:
         """The fast path if it can train these weights."""
         if not self._fast or not isinstance(weights, AdapterWeights):
             return None
+        if self._base_weights != FULL:
+            return None  # Its products are bitsandbytes' own.
         if self._engine is None or self._engine.base is not base:
             self._engine = make_engine(base, recompute=self._recompute)
         engine = self._engine
@@ -308,6 +355,29 @@ class LocalBackend:
         if engine is None or weights.generator is not None:
             return None
         return engine if weights.layers.keys() <= engine.decoder.parts.keys() else None
+
+    def _publisher(self, session: str, lora: LoraConfig) -> AdapterPublisher | None:
+        """Where vLLM samples: what hands it a session's adapters. It takes its memory now."""
+        if self._generator == TORCH:
+            return None
+        limits = (self._generator_max_seq_len, self._read_max_seq_len())
+        max_seq_len = min((limit for limit in limits if limit is not None), default=None)
+        if self._vllm is None:
+            self._vllm = VllmEngine(
+                engine_settings(
+                    resolve_model(self._model),
+                    revision=self._revision,
+                    tokenizer=resolve_model(self._tokenizer_name) if self._tokenizer_name else None,
+                    trust_remote_code=self._trust_remote_code,
+                    dtype=self._dtype,
+                    memory=self._generator_memory,
+                    max_seq_len=max_seq_len,
+                )
+            )
+        self._vllm.start(lora.rank)
+        return AdapterPublisher(
+            self._vllm, session=session, rank=lora.rank, max_seq_len=max_seq_len
+        )
 
     def _tokens_at_once(self, engine: Engine | None) -> int:
         if self._micro_batch_tokens is not None:

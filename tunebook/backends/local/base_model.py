@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tunebook.backends.local.quantised import FULL, loading_options
 from tunebook.backends.local.stream import supports_stream
 from tunebook.errors import ConfigError
 from tunebook.models import load_causal_lm, resolve_model
@@ -120,8 +121,11 @@ def load_base_model(
     revision: str | None,
     trust_remote_code: bool,
     allow_pickle: bool,
+    base_weights: str = FULL,
 ) -> BaseModel:
     """A frozen base model on its device, in evaluation mode.
+
+    A quantised base is another base than the full one: its fingerprint says so.
 
     Raises:
         ConfigError: it cannot be loaded, is quantised, or has no output head.
@@ -133,10 +137,14 @@ def load_base_model(
         dtype=weight_dtype,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
+        options=loading_options(base_weights, device=device, compute_dtype=compute_dtype),
     )
     model.requires_grad_(False)
     fingerprint = weights_fingerprint(model)
-    model.to(device)  # pyright: ignore[reportArgumentType]
+    if base_weights == FULL:
+        model.to(device)  # pyright: ignore[reportArgumentType]
+    else:
+        fingerprint = f"{base_weights}-{fingerprint}"
     head = output_head(model, name)
     body = model.base_model
     return BaseModel(
@@ -180,7 +188,8 @@ def read_unquantised_config(
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"model.name={name}: the weights are quantised, which can be neither trained over nor "
-            "merged into here without loss; give the unquantised model"
+            "merged into here without loss; give the unquantised model (on a GPU, "
+            "backend.base_weights=nf4 quantises it while it is loaded)"
         )
     return config
 

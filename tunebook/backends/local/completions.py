@@ -4,6 +4,7 @@ Legend: B rows, V vocabulary.
 """
 
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -109,8 +110,9 @@ def make_rows(
     seed = secrets.randbits(128) if params.seed is None else int(params.seed)
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
-        room = room_for(base, prompt, index=index, max_seq_len=max_seq_len)
-        max_tokens = params.max_tokens if room is None else min(params.max_tokens, room)
+        max_tokens = min(
+            params.max_tokens, room_for(base, prompt, index=index, max_seq_len=max_seq_len)
+        )
         rows.extend(
             Row(
                 prompt=tuple(prompt),
@@ -124,10 +126,8 @@ def make_rows(
     return rows
 
 
-def room_for(
-    base: BaseModel, prompt: Sequence[int], *, index: int, max_seq_len: int | None
-) -> int | None:
-    """Tokens that can follow a prompt; None = not known.
+def room_for(base: BaseModel, prompt: Sequence[int], *, index: int, max_seq_len: int | None) -> int:
+    """Tokens that can follow a prompt.
 
     Raises:
         BackendError: it is empty, too long, or of another tokenizer.
@@ -137,7 +137,7 @@ def room_for(
     if min(prompt) < 0 or max(prompt) >= base.vocab_size:
         raise BackendError(f"prompt {index} holds a token id outside 0..{base.vocab_size - 1}")
     if max_seq_len is None:
-        return None
+        return sys.maxsize
     room = max_seq_len - len(prompt)
     if room < 1:
         raise BackendError(
@@ -149,11 +149,11 @@ def room_for(
 
 def draws_of(seed: int, index: tuple[int, int], count: int) -> FloatArray:
     """The random numbers of one row: prompt and sample number `index` of a request."""
-    draws = np.random.default_rng([*_words(seed), *index]).random(count)
+    draws = np.random.default_rng([*words_of(seed), *index]).random(count)
     return np.minimum(draws, LARGEST_DRAW).astype(np.float32)
 
 
-def _words(seed: int) -> list[int]:
+def words_of(seed: int) -> list[int]:
     """A seed of any size as 32-bit words, which is what a seed sequence takes."""
     words = []
     while True:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tunebook.backends.base import Future
 from tunebook.backends.local.base_model import BaseModel, parameters_of_forward
 from tunebook.backends.local.completions import Row, draw_tokens, make_rows
-from tunebook.backends.local.engine.batching import Batch, Request
+from tunebook.backends.local.engine.batching import Batch, Request, serve
 from tunebook.backends.local.engine.engine import Engine
 from tunebook.backends.local.execution import micro_batches
 from tunebook.backends.local.queue import Joint, Lane, OperationQueue
@@ -148,8 +148,7 @@ class LocalGenerator:
         return Request(rows, self._weights.applied_to(engine.decoder, self.values))
 
     def _serve(self, engine: Engine, requests: list[Request]) -> None:
-        for _ in Batch(engine, requests, batch_tokens=self._batch_tokens).steps():
-            pass
+        serve(engine, requests, batch_tokens=self._batch_tokens)
 
     def _check_current(self) -> None:
         if self._current_version() != self.version:

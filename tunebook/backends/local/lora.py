@@ -174,11 +174,20 @@ def dropped_out(inputs: Tensor, *, share: float, generator: torch.Generator) -> 
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """Output and input features of a linear layer; GPT-2's Conv1D stores the transpose."""
+    """Output and input features of a linear layer, whose weight may be quantised and packed."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    # GPT-2's Conv1D stores the transpose.
     weight = module.weight
     assert isinstance(weight, Tensor)
-    rows, columns = weight.shape
-    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+    num_in, num_out = weight.shape
+    return num_out, num_in
+
+
+def stores_transpose(module: nn.Module) -> bool:
+    """Whether a layer of the model as it was published stores `[I, O]`, as GPT-2's Conv1D does."""
+    # Quantising replaces a layer by one that notes what it was.
+    return issubclass(getattr(module, "source_cls", type(module)), Conv1D)
 
 
 def linear_modules(model: nn.Module) -> dict[str, nn.Module]:

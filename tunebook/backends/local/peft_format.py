@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from tunebook.backends.local.checkpoint import read_tensors
-from tunebook.backends.local.lora import ALL_LINEAR, linear_modules, matches
+from tunebook.backends.local.lora import ALL_LINEAR, linear_modules, matches, stores_transpose
 from tunebook.backends.local.weights import LORA_A, LORA_B
 from tunebook.errors import CheckpointError
 from tunebook.types import LoraConfig
@@ -65,7 +64,7 @@ def write_peft_adapter(
         "use_dora": False,
         "bias": "none",
         "init_lora_weights": True,
-        "fan_in_fan_out": any(isinstance(modules[name], Conv1D) for name in targets),
+        "fan_in_fan_out": any(stores_transpose(modules[name]) for name in targets),
         "modules_to_save": None,
         "target_modules": peft_target_modules(list(modules), targets),
     }

@@ -33,6 +33,7 @@ from tunebook.backends.local.logprobs import (
     target_logprobs,
 )
 from tunebook.backends.local.queue import Joint, Lane, OperationQueue
+from tunebook.backends.local.vllm_generator import AdapterPublisher, VllmGenerator
 from tunebook.backends.local.weights import (
     AdapterWeights,
     TrainedWeights,
@@ -56,6 +57,8 @@ class SessionSettings:
     export_name: str
     """What an exported adapter calls its base model."""
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    publisher: AdapterPublisher | None = None
+    """Hands published adapters to vLLM; None = torch samples."""
 
 
 @dataclass(slots=True)
@@ -187,6 +190,8 @@ class LocalSession:
         for parameter in self._weights.parameters.values():
             parameter.requires_grad_(False)
         self._optimizer = None
+        if self._settings.publisher is not None:
+            self._settings.publisher.close()
         self._on_close()
 
     def restore(self, ref: CheckpointRef, *, with_optimizer: bool) -> None:
@@ -365,6 +370,8 @@ class LocalSession:
         return {"grad_norm": norm}
 
     def _publish_weights(self) -> Generator:
+        if self._settings.publisher is not None:
+            return self._publish_to_vllm(self._settings.publisher)
         self._version += 1
         generator = LocalGenerator(
             version=self._version,
@@ -380,6 +387,37 @@ class LocalSession:
         )
         self._generator = weakref.ref(generator)
         return generator
+
+    def _publish_to_vllm(self, publisher: AdapterPublisher) -> Generator:
+        lora = self._weights.lora
+        assert lora is not None
+        tokenizer = self._settings.load_tokenizer()
+        adapter = publisher.publish(
+            self._version + 1,
+            lambda folder: export_adapter(
+                self._base.model,
+                snapshot(self._weights),
+                folder,
+                lora=lora,
+                targets=layer_names(self._weights),
+                base_name=self._settings.export_name,
+                tokenizer=tokenizer,
+            ),
+        )
+        self._version += 1
+        return VllmGenerator(
+            vllm=publisher.engine,
+            adapter=adapter,
+            version=self._version,
+            base=self._base,
+            weights=self._weights,
+            queue=self._queue,
+            lane=self._lane,
+            current_version=lambda: self._version,
+            batch_tokens=4 * self._settings.micro_batch_tokens,
+            max_seq_len=publisher.max_seq_len,
+            load_tokenizer=self._settings.load_tokenizer,
+        )
 
     def _keep_published_weights(self) -> None:
         # They are copied when they are about to change, and only if somebody can still sample.

@@ -4,12 +4,9 @@ On a CPU each pass over the weights costs a fixed time besides that for its toke
 micro-batches are faster until their activations no longer fit.
 """
 
-from pathlib import Path
-
-import torch
-
 from tunebook.backends.local.engine.attention import KEPT_KEYS
 from tunebook.backends.local.engine.decoder import Decoder, Site
+from tunebook.backends.local.memory import free_memory
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 16384, "mps": 4096}
 """Beyond these nothing is gained: a few percent at twice as much on a CPU."""
@@ -52,34 +49,3 @@ def activation_bytes(decoder: Decoder, *, recompute: bool) -> int:
     values = projected + 2 * query_width + len(layer.sites[Site.GATE_UP].weight)
     weights = decoder.num_heads * KEPT_KEYS // 2 * 4 if decoder.device.type == "cpu" else 0
     return len(decoder.layers) * (2 * 4 * hidden + values * decoder.dtype.itemsize + weights)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    return min((free for free in (_free_of_machine(), _free_of_group()) if free), default=None)
-
-
-def _free_of_machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _free_of_group() -> int | None:
-    """What the limit of a container leaves."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - used

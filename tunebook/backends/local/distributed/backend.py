@@ -14,7 +14,9 @@ from tunebook.backends.local.checkpoint import clean_up
 from tunebook.backends.local.distributed.launching import current_member
 from tunebook.backends.local.distributed.session import ShardedSession
 from tunebook.backends.local.distributed.sharding import ModelSettings
+from tunebook.backends.local.quantised import FULL
 from tunebook.backends.local.session import LocalSession, SessionSettings
+from tunebook.backends.local.vllm_generator import TORCH
 from tunebook.errors import BackendError, ConfigError
 from tunebook.models import resolve_model
 from tunebook.types import CheckpointRef, LoraConfig
@@ -41,6 +43,12 @@ class ShardedBackend(LocalBackend):
             ConfigError: a value that is not allowed, or a device that is not there.
         """
         kind = process_device(device)
+        for key, only in (("base_weights", FULL), ("generator", TORCH)):
+            if settings.get(key, only) != only:
+                raise ConfigError(
+                    f"backend.{key}={settings[key]}: several processes have backend.{key}={only} "
+                    "only; use that, or one process"
+                )
         super().__init__(device=kind, **settings)
         self._kind = kind
         self._open: ShardedSession | None = None

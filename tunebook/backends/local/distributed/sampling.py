@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.backends.local.completions import draw, draws_of, ends
+from tunebook.backends.local.completions import LARGEST_DRAW, draw, ends
 from tunebook.backends.local.distributed.sharding import ShardedModel
 from tunebook.backends.local.distributed.team import Team
 from tunebook.backends.local.execution import micro_batches
@@ -98,8 +98,10 @@ def complete_together(
     """
     base, params = model.base, task.params
     sampled = [SampledRow([], [], False) for _ in rows]
-    draws_BT = np.stack([draws_of(task.seed, row.index, params.max_tokens) for row in rows])
-    draws = torch.from_numpy(draws_BT).to(base.device)
+    draws_BT = np.stack(
+        [np.random.default_rng([task.seed, *row.index]).random(params.max_tokens) for row in rows]
+    )
+    draws = torch.from_numpy(np.minimum(draws_BT, LARGEST_DRAW).astype(np.float32)).to(base.device)
     longest = max(len(row.prompt) for row in rows)
     input_ids_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
     mask_BT = torch.zeros(len(rows), longest, dtype=torch.int64)

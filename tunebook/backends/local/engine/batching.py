@@ -22,6 +22,7 @@ from tunebook.backends.local.engine.decode import (
 from tunebook.backends.local.engine.engine import Engine
 from tunebook.backends.local.engine.head import CHUNK_LOGITS, MIN_ROWS
 from tunebook.backends.local.engine.layout import Span
+from tunebook.backends.local.engine.packed import MIN_TOKENS, Packed, can_pack, pack
 
 MAX_ROWS = 256
 """Rows that decode at once; more hardly go faster and take memory for logits."""
@@ -37,7 +38,13 @@ class Request:
     """Rows to complete with one adapter."""
 
     rows: Sequence[Row]
-    adapter: AppliedAdapter
+    adapter: AppliedAdapter | None
+    """None = the weights are those to sample."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it can come to, prompts left out."""
+        return sum(row.max_tokens for row in self.rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +102,14 @@ def _most(row: Row, group: _Group) -> int:
 class Batch:
     """Requests being completed."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], *, batch_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        *,
+        batch_tokens: int,
+        packed: Packed | None = None,
+    ) -> None:
         """Takes requests; nothing is computed yet.
 
         Args:
@@ -103,9 +117,12 @@ class Batch:
             requests: of any sessions.
             batch_tokens: prompt tokens that are read at once; the memory for keys and values grows
                 with it, see `CACHE_BYTES_PER_TOKEN`.
+            packed: weights laid out for the requests; None = the engine's own.
         """
-        decoder = engine.decoder
+        decoder = engine.decoder if packed is None else packed.decoder
         self._engine = engine
+        self._decoder = decoder
+        self._head = None if packed is None else packed.head
         self._batch_tokens = batch_tokens
         self._waiting = deque(_groups(requests))
         self._active: list[_Active] = []
@@ -150,8 +167,8 @@ class Batch:
     def _begin(self, entering: Sequence[tuple[_Group, Row]]) -> None:
         new = [group for group in dict.fromkeys(g for g, _ in entering) if group.logits is None]
         for chunk in _chunks(new, self._batch_tokens):
-            beginnings, hidden = prefill(self._engine.decoder, [group.prompt for group in chunk])
-            logits = self._engine.logits(hidden)
+            beginnings, hidden = prefill(self._decoder, [group.prompt for group in chunk])
+            logits = self._engine.logits(hidden, self._head)
             for number, (group, beginning) in enumerate(zip(chunk, beginnings, strict=True)):
                 group.beginning, group.logits = beginning, logits[number]
         limit = self._rows_of_logits
@@ -219,7 +236,34 @@ class Batch:
         limit = self._rows_of_logits
         for first in range(0, len(rows), limit):
             part = slice(first, first + limit)
-            draw_tokens(rows[part], self._engine.logits(hidden[part]))
+            draw_tokens(rows[part], self._engine.logits(hidden[part], self._head))
+
+
+def serve(engine: Engine, requests: Sequence[Request], *, batch_tokens: int) -> None:
+    """Completes requests: large ones each with weights laid out for it, the others together.
+
+    Which way a request goes depends on the request alone, and so do the bits of its log-probs.
+
+    Args:
+        engine: the fast path.
+        requests: of any sessions.
+        batch_tokens: see `Batch`.
+    """
+    packs = can_pack(engine.decoder, engine.head_weight)
+    together: list[Request] = []
+    for request in requests:
+        if not packs or request.adapter is None or request.num_tokens < MIN_TOKENS:
+            together.append(request)
+            continue
+        packed = pack(engine.decoder, engine.head_weight, request.adapter)
+        alone = Request(request.rows, packed.adapter)
+        _complete(Batch(engine, [alone], batch_tokens=batch_tokens, packed=packed))
+    _complete(Batch(engine, together, batch_tokens=batch_tokens))
+
+
+def _complete(batch: Batch) -> None:
+    for _ in batch.steps():
+        pass
 
 
 def _groups(requests: Sequence[Request]) -> list[_Group]:

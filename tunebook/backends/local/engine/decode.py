@@ -55,7 +55,7 @@ class Prompt:
     """A prompt and the adapter that reads it."""
 
     tokens: IntArray
-    adapter: AppliedAdapter
+    adapter: AppliedAdapter | None
 
 
 @torch.no_grad()
@@ -94,9 +94,9 @@ def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> tuple[list[Beginning
 
 def _by_adapter(
     prompts: Sequence[Prompt],
-) -> tuple[list[list[IntArray]], list[AppliedAdapter]]:
+) -> tuple[list[list[IntArray]], list[AppliedAdapter | None]]:
     operations: list[list[IntArray]] = []
-    adapters: list[AppliedAdapter] = []
+    adapters: list[AppliedAdapter | None] = []
     for prompt in prompts:
         if not adapters or adapters[-1] is not prompt.adapter:
             operations.append([])

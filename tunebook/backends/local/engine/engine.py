@@ -135,13 +135,24 @@ class Engine:
         ]
         return Pass(self.decoder, stream, spans, self.decoder.rotations(positions), wanted)
 
-    @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[N, V]` float32 of hidden states `[N, H]` that are not normalised."""
-        weight, bias = self.base.head.weight, getattr(self.base.head, "bias", None)
+    @property
+    def head_weight(self) -> Tensor:
+        """`[V, H]`, of the output head."""
+        weight = self.base.head.weight
         assert isinstance(weight, Tensor)
+        return weight.detach()
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, head_weight: Tensor | None = None) -> Tensor:
+        """Logits `[N, V]` float32 of hidden states `[N, H]` that are not normalised.
+
+        Args:
+            hidden: as `run_layers` returns them.
+            head_weight: the output head's weights in another layout; None = as they are.
+        """
+        weight = self.head_weight if head_weight is None else head_weight
         normed = normalised(hidden, self.decoder.final_norm).to(self.decoder.dtype)
-        raw = linear(normed, weight.detach(), bias).float()
+        raw = linear(normed, weight, getattr(self.base.head, "bias", None)).float()
         return raw if self._rule is None else self._rule(raw)
 
     def _run_stream(self, jobs: Sequence[Job], stream: Stream) -> None:
@@ -182,13 +193,11 @@ class Engine:
             self._backward(given, ran, hidden, places, result, torch.cat(gradients))
 
     def _logprobs(self, hidden: Tensor, targets: Tensor, *, with_slopes: bool) -> head.HeadResult:
-        weight, bias = self.base.head.weight, getattr(self.base.head, "bias", None)
-        assert isinstance(weight, Tensor)
         return head.target_logprobs(
             normalised(hidden, self.decoder.final_norm).to(self.decoder.dtype),
             targets.to(self.decoder.device).long(),
-            weight=weight.detach(),
-            bias=bias,
+            weight=self.head_weight,
+            bias=getattr(self.base.head, "bias", None),
             rule=self._rule,
             with_slopes=with_slopes,
         )

@@ -20,10 +20,10 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     Args:
         inputs: `[N, I]`
-        weight: `[O, I]`, contiguous or transposed.
+        weight: `[O, I]`, contiguous, transposed, or laid out by `packed`.
         bias: `[O]`
     """
-    if uses_onednn(inputs):
+    if weight.is_mkldnn or uses_onednn(inputs):
         return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
     return F.linear(inputs, weight, bias)
 
