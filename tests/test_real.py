@@ -136,16 +136,21 @@ def test_greedy_answers_equal_transformers(smollm2, tmp_path):
 
     config = configured(tmp_path, smollm2)
     tokenizer = sft.tokenizer_for(config)
-    questions = ["What is the capital of France?", "Count from 1 to 5."]
+    questions = [
+        "What is the capital of France?",
+        "Count from 1 to 5.",
+        "Tom has 3 apples and buys 4 more. How many apples does he have? Think step by step.",
+        "Hello!",
+    ]
     prompts = [render_prompt([{"role": "user", "content": each}], tokenizer) for each in questions]
-    greedy = SamplingParams(max_tokens=24, temperature=0.0, top_p=1.0, top_k=0, stop=(), seed=0)
+    greedy = SamplingParams(max_tokens=32, temperature=0.0, top_p=1.0, top_k=0, stop=(), seed=0)
     with build_backend(config) as backend:
         session = backend.open_session("greedy", config.lora.to_lora(), directory=tmp_path)
         answers = session.publish_weights().result().sample(prompts, greedy, 1).result()
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     for prompt, [answer] in zip(prompts, answers, strict=True):
         expected = model.generate(
-            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0
         )
         assert answer.tokens.tolist() == expected[0, len(prompt) :].tolist()
     assert "Paris" in tokenizer.decode(answers[0][0].tokens)

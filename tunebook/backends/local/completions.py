@@ -3,6 +3,7 @@
 Legend: B rows, V vocabulary.
 """
 
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,8 +106,8 @@ def make_rows(
         strings=tuple(stop for stop in params.stop if isinstance(stop, str)),
         tokenizer=tokenizer,
     )
-    entropy = np.random.SeedSequence().entropy if params.seed is None else params.seed
-    assert isinstance(entropy, int)
+    # 128 bits of the system's own randomness, where there is no seed.
+    seed = secrets.randbits(128) if params.seed is None else int(params.seed)
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
         max_tokens = min(
@@ -118,7 +119,7 @@ def make_rows(
                 max_tokens=max_tokens,
                 policy=(params.temperature, params.top_k, params.top_p),
                 ending=ending,
-                draws=draws_of(entropy, (index, sample), max_tokens),
+                draws=draws_of(seed, (index, sample), max_tokens),
             )
             for sample in range(num_samples)
         )
