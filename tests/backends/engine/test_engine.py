@@ -5,10 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from loss_fns.cross_entropy import cross_entropy
-from tests.backends.engine.families import FAMILIES, write_family
-from tests.backends.tiny import make_adam, make_lora
+from tests.backends.engine.families import FAMILIES, SIZES, write_family
+from tests.backends.tiny import character_tokenizer, make_adam, make_lora
 from tunebook.backends.local.engine.engine import agrees
 from tunebook.backends.local.engine.layout import groups_of
 from tunebook.types import Datum
@@ -252,3 +253,102 @@ def test_bfloat16_is_close_to_float32(open_backend, tmp_path):
         gradients.append(torch.cat([each.flatten() for each in gradient.values()]))
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("weights", ["zero advantages", "zero token weights"])
+def test_a_gradient_of_zero_is_the_same_alone_and_in_company(open_backend, tmp_path, weights):
+    """Equal rewards in every group: momentum moves the weights. No weights: nobody moves.
+
+    The step is that of the general path, whoever shares the stream.
+    """
+    rows = rows_of(LENGTHS)
+    still = [Datum(row.tokens, dict(row.columns)) for row in rows]
+    if weights == "zero token weights":
+        still = [
+            Datum(row.tokens, {"token_weights": np.zeros_like(row.columns["token_weights"])})
+            for row in rows
+        ]
+
+    def flat(logprobs, *, token_weights):
+        return -(logprobs * token_weights).sum() * 0.0, {}
+
+    moved = []
+    for fast, company in ((False, False), (True, False), (True, True)):
+        backend = open_backend(fast=fast)
+        session = backend.open_session("a", make_lora(), directory=tmp_path)
+        spread(session)
+        session.forward_backward(rows, cross_entropy)
+        session.optim_step(make_adam()).result()
+        before = [p.detach().clone() for p in session._weights.parameters.values()]
+        if company:
+            other = backend.open_session("b", make_lora(), directory=tmp_path)
+            other.forward_backward(rows_of(LENGTHS, seed=4), cross_entropy)
+        session.forward_backward(still, flat)
+        session.optim_step(make_adam()).result()
+        after = list(session._weights.parameters.values())
+        moved.append(
+            max(float((x - y.detach()).abs().max()) for x, y in zip(before, after, strict=True))
+        )
+    assert moved[1] == moved[2] == pytest.approx(moved[0], rel=1e-3)
+    assert (moved[0] > 1e-4) == (weights == "zero advantages")
+
+
+def test_a_loss_may_write_into_its_log_probs(open_backend, tmp_path):
+    def in_place(logprobs, *, token_weights):
+        logprobs *= token_weights
+        return -logprobs.sum(), {}
+
+    results = []
+    for loss_fn in (in_place, cross_entropy):
+        session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+        spread(session)
+        results.append(trained(session, rows_of(LENGTHS), loss_fn=loss_fn))
+    check_equal(*results)
+
+
+def test_a_loss_with_a_graph_of_its_own_is_told(open_backend, tmp_path):
+    def elsewhere(logprobs, *, token_weights):
+        return torch.ones((), requires_grad=True) * 2, {}
+
+    session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+    with pytest.raises(Exception, match="does not depend on the log-probs"):
+        session.forward_backward(rows_of(LENGTHS), elsewhere).result()
+
+
+def test_a_loss_cannot_wait_for_itself(open_backend, tmp_path):
+    session = open_backend().open_session("a", make_lora(), directory=tmp_path)
+    futures = []
+
+    def waiting(logprobs, *, token_weights):
+        return futures[0].result()
+
+    futures.append(session.forward_backward(rows_of(LENGTHS), waiting))
+    with pytest.raises(Exception, match="cannot wait for its own result"):
+        futures[0].result()
+
+
+def test_no_rows_on_a_model_with_a_window(open_backend, tmp_path):
+    folder = write_family(tmp_path / "model", "mistral with a window")
+    session = open_backend(model=folder).open_session("a", make_lora(), directory=tmp_path)
+    assert session.forward([]).result() == []
+
+
+def test_angles_that_depend_on_the_longest_row_are_not_shared(open_backend, tmp_path):
+    """longrope takes other factors for a whole batch once one of its rows is long."""
+    config = LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 256},
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 32,
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+        },
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    session = open_backend(model=str(tmp_path / "model")).open_session(
+        "a", make_lora(), directory=tmp_path
+    )
+    assert session._engine is None and not session._base.streams

@@ -8,6 +8,7 @@ from tests.backends.engine.test_engine import spread
 from tests.backends.tiny import make_lora, make_sampling
 from tunebook.backends.local.engine import batching, packed
 from tunebook.backends.local.engine.products import onednn_agrees
+from tunebook.errors import NonFiniteError
 from tunebook.types import Datum
 
 PROMPTS = [[5, 9, 33, 8, 21], [40, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22]]
@@ -88,3 +89,25 @@ def test_a_request_goes_the_same_way_whatever_is_beside_it(open_backend, tmp_pat
                 for one, other in zip(ours, theirs, strict=True):
                     assert one.tokens.tolist() == other.tokens.tolist()
                     assert one.logprobs.tolist() == pytest.approx(other.logprobs.tolist(), abs=1e-6)
+
+
+def test_damaged_weights_concern_their_owner_alone(open_backend, tmp_path) -> None:
+    """NaN logits of one session: it is told; another in the same run samples what it does alone."""
+    results = []
+    for damaged in (True, False):
+        backend = open_backend()
+        good = backend.open_session("good", make_lora(), directory=tmp_path)
+        bad = backend.open_session("bad", make_lora(seed=1), directory=tmp_path)
+        for session in (good, bad):
+            spread(session)
+        if damaged:
+            with torch.no_grad():
+                for parameter in bad._weights.parameters.values():
+                    parameter.mul_(1e20)
+        generators = [session.publish_weights().result() for session in (bad, good)]
+        futures = [each.sample(PROMPTS, make_sampling(), 2) for each in generators]
+        if damaged:
+            with pytest.raises(NonFiniteError, match="logits are NaN or infinite"):
+                futures[0].result()
+        results.append([[c.tokens.tolist() for c in row] for row in futures[1].result()])
+    assert results[0] == results[1]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.backends.local.base_model import BaseModel
-from tunebook.errors import BackendError, ConfigError
+from tunebook.errors import BackendError, ConfigError, NonFiniteError
 from tunebook.types import Completion, FloatArray, SamplingParams, StopReason
 
 # Just below 1 in float32, so that no draw falls beyond the last token of a distribution.
@@ -23,6 +23,8 @@ LARGEST_DRAW = 1 - 2**-20
 TOP_P_CANDIDATES = 1024
 """Most probable tokens that top-p looks at first; all are sorted only where these do not reach."""
 
+MIN_TEMPERATURE = 1e-6
+"""Logits divided by less overflow."""
 Policy: TypeAlias = tuple[float, int, float]
 """Temperature, top-k and top-p: rows that have these in common are drawn together."""
 
@@ -49,11 +51,13 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
+    broken: bool = False
+    """Whether its logits were NaN or infinite."""
 
     @property
     def finished(self) -> bool:
         """Whether it takes no more tokens."""
-        return self.stopped or len(self.tokens) >= self.max_tokens
+        return self.stopped or self.broken or len(self.tokens) >= self.max_tokens
 
     def take(self, token: int, logprob: float) -> None:
         """Adds a token."""
@@ -63,7 +67,16 @@ class Row:
         self.stopped = ends(self.tokens, ending.ids, ending.strings, ending.tokenizer)
 
     def completion(self, version: int) -> Completion:
-        """What has been sampled, by the weights of a version."""
+        """What has been sampled, by the weights of a version.
+
+        Raises:
+            NonFiniteError: the model gave no numbers to sample from.
+        """
+        if self.broken:
+            raise NonFiniteError(
+                f"after {len(self.tokens)} tokens of a completion the logits are NaN or infinite: "
+                "the weights are damaged, or too large for the dtype"
+            )
         return Completion(
             tokens=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
@@ -171,7 +184,12 @@ def check_sampling(params: SamplingParams, num_samples: int) -> None:
     """
     rules = (
         ("max_tokens", params.max_tokens, params.max_tokens >= 1, "at least 1"),
-        ("temperature", params.temperature, params.temperature >= 0, "at least 0 (0 = greedy)"),
+        (
+            "temperature",
+            params.temperature,
+            params.temperature == 0 or params.temperature >= MIN_TEMPERATURE,
+            f"0 (greedy) or at least {MIN_TEMPERATURE}",
+        ),
         ("top_p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1"),
         ("top_k", params.top_k, params.top_k >= 0, "at least 0 (0 = off)"),
         ("stop", params.stop, "" not in params.stop, "non-empty strings or token ids"),
@@ -221,6 +239,15 @@ def draw_tokens(rows: Sequence[Row], logits_BV: Tensor) -> None:
         rows: none of them finished.
         logits_BV: `[B, V]` float32, of the next token.
     """
+    # The largest is NaN where any is; it is infinite where any is, or all are excluded.
+    good = logits_BV.amax(dim=1).isfinite().tolist()
+    if not all(good):
+        for row, is_good in zip(rows, good, strict=True):
+            row.broken = not is_good
+        kept = [number for number, is_good in enumerate(good) if is_good]
+        if kept:
+            draw_tokens([rows[number] for number in kept], logits_BV[kept])
+        return
     by_policy: dict[Policy, list[int]] = {}
     for number, row in enumerate(rows):
         by_policy.setdefault(row.policy, []).append(number)

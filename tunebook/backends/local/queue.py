@@ -121,6 +121,11 @@ class OperationQueue:
         """Runs operations in call order until `future` is settled."""
         with self._lock:
             while not future.done:
+                if not self._operations:
+                    raise BackendError(
+                        "this operation is being computed; a loss cannot wait for its own result "
+                        "or for one that is computed together with it"
+                    )
                 self._run(self._operations.popleft())
 
     @contextmanager

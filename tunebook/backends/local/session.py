@@ -61,6 +61,9 @@ class SessionSettings:
     """Hands published adapters to vLLM; None = torch samples."""
 
 
+INDEPENDENT = "the loss does not depend on the log-probs it was given"
+
+
 @dataclass(slots=True)
 class _Losses:
     """A loss function and the sums of what it returned for the parts of one operation."""
@@ -302,17 +305,21 @@ class LocalSession:
         """The gradient of the loss with respect to log-probs `[B, T]`; None = it is 0."""
         leaf = logprobs.detach().requires_grad_()
         with torch.enable_grad():
-            loss = self._loss(rows, leaf, losses)
+            # A copy, so that a loss may write into what it is given.
+            loss = self._loss(rows, leaf.clone(), losses)
         if loss is None:
             return None
-        (gradient,) = torch.autograd.grad(loss, leaf)
+        (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        if gradient is None:
+            raise BackendError(INDEPENDENT)
         return gradient
 
     def _finish_job(self, job: Job, losses: "_Losses") -> Metrics:
         if job.error is not None:
             raise job.error
         assert isinstance(self._weights, AdapterWeights) and job.adapter is not None
-        self._weights.add_gradients(job.adapter)
+        if job.has_gradient:
+            self._weights.add_gradients(job.adapter)
         self._has_gradient = True
         return losses.totals
 
@@ -335,7 +342,7 @@ class LocalSession:
         if loss.requires_grad:
             return loss
         if any(supervised(datum).any() for datum in rows):
-            raise BackendError("the loss does not depend on the log-probs it was given")
+            raise BackendError(INDEPENDENT)
         return None
 
     def _optim_step(self, params: OptimizerParams) -> Metrics:

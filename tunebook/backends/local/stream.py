@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 ROW_WISE = "tunebook_row_wise"
 MIN_STREAM = 32
@@ -115,6 +115,8 @@ def supports_stream(model: PreTrainedModel, body: nn.Module) -> bool:
     Models with attention of their own, with state-space layers, or with positions that they do not
     take from us do not.
     """
+    if angles_depend_on_length(model.config):
+        return False
     device = next(model.parameters()).device
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Module) and isinstance(embeddings.weight, Tensor)
@@ -134,6 +136,13 @@ def supports_stream(model: PreTrainedModel, body: nn.Module) -> bool:
     tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
     scale = float(expected.abs().max()) or 1.0
     return bool((together - expected).abs().max() <= tolerance * scale)
+
+
+def angles_depend_on_length(config: PreTrainedConfig) -> bool:
+    """Whether a model rotates all rows of a batch by what the longest of them asks for."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in kinds)
 
 
 @contextmanager

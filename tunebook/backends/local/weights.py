@@ -134,9 +134,14 @@ class AdapterWeights:
         )
 
     def add_gradients(self, adapter: AppliedAdapter) -> None:
-        """Adds what the fast path has summed, and makes the sums the parameters' gradient."""
-        for name, (gradient_a, gradient_b) in gradients_of(adapter).items():
-            self.layers[name].add_gradient(gradient_a, gradient_b)
+        """Adds what the fast path has summed, and makes the sums the parameters' gradient.
+
+        A gradient of 0 is one, too: an optimizer moves by its momentum and decays the weights.
+        """
+        found = gradients_of(adapter)
+        for name, layer in self.layers.items():
+            zeros = (torch.zeros_like(layer.lora_a), torch.zeros_like(layer.lora_b))
+            layer.add_gradient(*found.get(name, zeros))
         self.collect_gradients()
 
     def collect_gradients(self) -> None:

@@ -209,6 +209,8 @@ class Batch:
         staying = [active for active in self._active if not active.row.finished]
         if len(staying) == len(self._active):
             return
+        # What is not a number stays so when it is masked: the next row of the slot would meet it.
+        self._own.clear([active.slot for active in self._active if active.row.broken])
         taken = {active.slot for active in staying}
         free = [slot for slot in range(len(staying)) if slot not in taken]
         beyond = [active for active in staying if active.slot >= len(staying)]

@@ -170,6 +170,13 @@ class OwnTokens:
             for tensor in (self.keys, self.values):
                 tensor[:, targets, :, :length] = tensor[:, sources, :, :length]
 
+    @torch.no_grad()
+    def clear(self, slots: Sequence[int]) -> None:
+        """Makes all that slots hold 0."""
+        if slots:
+            self.keys[:, list(slots)] = 0
+            self.values[:, list(slots)] = 0
+
     def _grown(self, old: Tensor, num_slots: int, room: int) -> Tensor:
         new = self._zeros(num_slots, room)
         new[:, : old.shape[1], :, : old.shape[3]] = old

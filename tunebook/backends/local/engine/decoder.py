@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunebook.backends.local.engine.attention import AttentionRule
+from tunebook.backends.local.stream import angles_depend_on_length
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """`model_type` of the models that are known to have this structure."""
@@ -134,6 +135,8 @@ def read_decoder(model: PreTrainedModel, body: nn.Module) -> Decoder | None:
     model computes what it did and nothing is held twice.
     """
     config = model.config
+    if angles_depend_on_length(config):
+        return None
     if config.model_type not in FAMILIES or any(p.requires_grad for p in model.parameters()):
         return None
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
@@ -268,7 +271,7 @@ def _rotations(
     return rotations
 
 
-CHECK_ROWS = ((7, 24), (3, 19), (11, 30))
+CHECK_ROWS = ((7, 24), (3, 19), (11, 30), (5, 140))
 """Seeds and lengths of the rows that a decoder is checked on."""
 
 

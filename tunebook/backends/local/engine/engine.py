@@ -52,6 +52,8 @@ class Job:
     rows_per_unit: int = 1
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     """Row number -> `[T]` float32, NaN where not computed; filled where there is no score."""
+    has_gradient: bool = False
+    """Whether `score` gave a gradient, be it 0, for a row that carries weight."""
     error: Exception | None = None
     """What `score` raised; the job's other rows are not computed then."""
 
@@ -96,11 +98,11 @@ class Engine:
             max_tokens: of a stream.
         """
         inputs = [[datum.tokens[:-1] for datum in job.rows] for job in jobs]
-        share = self.decoder.window is None or (
-            max(len(row) for rows in inputs for row in rows) < self.decoder.window
-        )
         groups: list[tuple[int, Group]] = []
         for number, (job, rows) in enumerate(zip(jobs, inputs, strict=True)):
+            # Of each job alone: what others bring must not change how its rows are computed.
+            longest = max((len(row) for row in rows), default=0)
+            share = self.decoder.window is None or longest < self.decoder.window
             found = groups_of(
                 rows,
                 rows_per_unit=job.rows_per_unit,
@@ -224,7 +226,10 @@ class Engine:
             # It concerns this job alone; those that share the stream go on.
             job.error = error
             return torch.zeros_like(logprobs)
-        return torch.zeros_like(logprobs) if gradient_BT is None else gradient_BT[at].float()
+        if gradient_BT is None or not len(found.place):
+            return torch.zeros_like(logprobs)
+        job.has_gradient = True
+        return gradient_BT[at].float()
 
     def _backward(
         self,
