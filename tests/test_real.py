@@ -108,16 +108,28 @@ def test_the_promoted_model_gives_the_same_numbers_in_peft(trained, smollm2, tmp
 
 
 def test_micro_batches_change_nothing(tmp_path, smollm2):
+    """2,048 and 4,096 tokens at once: the same bits. One row at once: the same up to rounding.
+
+    Rows that begin with the same system prompt share it while a group of them fits into a
+    micro-batch, so very small ones add up gradients in another grouping; where a gradient is near
+    Adam's epsilon, its last bits show.
+    """
     adapters = []
-    for micro_batch_tokens in (1, 4096):
+    for micro_batch_tokens in (2048, 4096, 1):
         config = configured(
             tmp_path, smollm2, backend__micro_batch_tokens=micro_batch_tokens, plan__max_steps=2,
             samples__num_prompts=0,
         )  # fmt: skip
         _, run = train_all(config)
         adapters.append(load_file(run.checkpoints()[-1].ref.path / "adapter.safetensors"))
+    apart = torch.cat(
+        [(value - adapters[2][name]).abs().flatten() for name, value in adapters[0].items()]
+    )
     for name, value in adapters[0].items():
-        torch.testing.assert_close(value, adapters[1][name], rtol=0, atol=1e-6)
+        assert torch.equal(value, adapters[1][name]), name
+    # Seen: 33 of 4,884,480 elements by more than 1e-6, none by more than 1.7e-5.
+    assert float(apart.max()) < 1e-4
+    assert float((apart > 1e-6).float().mean()) < 1e-4
 
 
 def test_stop_and_resume_is_bit_identical(tmp_path, smollm2):

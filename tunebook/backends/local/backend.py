@@ -93,9 +93,10 @@ class LocalBackend:
                 general path; needs CUDA and the extra `quant`.
             micro_batch_tokens: tokens computed at once, padding included where there is any; None =
                 as many as the free memory holds, at most 2,048 on a CPU and 16,384 on a GPU; by the
-                general path 1,024 and 8,192. It changes how fast, not what is computed, with one
-                exception: where `lora.dropout` is above 0, the masks are drawn for each micro-batch
-                as a whole, so other micro-batches draw others.
+                general path 1,024 and 8,192. It changes how fast, not what is computed: below 2,048
+                the last bits of a gradient, where rows that begin alike no longer fit together;
+                and where `lora.dropout` is above 0, the masks, which are drawn for each micro-batch
+                as a whole.
             fast: train adapters by the fast path where the model is of a family it knows; False
                 computes with the model's own code always.
             recompute: keep only the input of each layer for the backward pass of the fast path and
