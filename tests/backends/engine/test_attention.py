@@ -63,7 +63,8 @@ def test_output_and_gradients_are_those_of_the_definition(monkeypatch, rule, kep
     """With weights kept for the gradient, and with weights computed again."""
     monkeypatch.setattr(attention, "KEPT_KEYS", kept_keys)
     stream = make_stream()
-    assert stream.crosses and stream.segments[4].length > attention.BLOCK
+    assert [segment.shared is not None for segment in stream.segments[:5]] == [0, 1, 1, 1, 0]
+    assert stream.segments[4].tokens.length > attention.BLOCK
     query, key, value, outer = inputs(stream)
     leaves = [each.clone().requires_grad_() for each in (query, key, value)]
     expected = by_definition(*leaves, stream, rule)

@@ -139,8 +139,6 @@ class LocalBackend:
         self._micro_batch_tokens = micro_batch_tokens
         self._recompute = recompute
         self._fast = fast
-        if fast and self._device.type == "cpu":
-            keep_freed_memory()
         self._revision = revision
         self._trust_remote_code = trust_remote_code
         self._allow_pickle = allow_pickle
@@ -253,15 +251,15 @@ class LocalBackend:
             session = self.open_session(PROBE_SESSION, workload.lora, directory=Path(folder))
             try:
                 measured = probe.measure(session, workload.sample, self._device)
-                streams = self._load_base(full=workload.lora is None).streams
+                pads = session.pads
             finally:
                 session.close()
-        max_tokens = self._micro_batch_tokens or default_micro_batch_tokens(self._device)
+        max_tokens = self._tokens_at_once(None)
         padded = partial(padded_tokens, rows_per_unit=1, max_tokens=max_tokens)
         return probe.extrapolate(
             workload,
             measured,
-            computed_tokens=sum if streams else padded,
+            computed_tokens=padded if pads else sum,
             device=f"{self._device} in {str(self._dtype).removeprefix('torch.')}",
         )
 
@@ -351,6 +349,8 @@ class LocalBackend:
             return None  # Its products are bitsandbytes' own.
         if self._engine is None or self._engine.base is not base:
             self._engine = make_engine(base, recompute=self._recompute)
+            if self._engine is not None and self._device.type == "cpu":
+                keep_freed_memory()
         engine = self._engine
         # Dropout masks are the general path's; so are layers outside the decoder.
         if engine is None or weights.generator is not None:

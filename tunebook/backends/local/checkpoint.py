@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tunebook.errors import CheckpointError
-from tunebook.types import LoraConfig
+from tunebook.errors import BackendError, CheckpointError
+from tunebook.types import CheckpointRef, LoraConfig
 
 FORMAT = 2
 STATE_FILE = "state.json"
@@ -305,3 +305,58 @@ def _flush_directory(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_name(name: str) -> None:
+    """Returns if a checkpoint can be called so.
+
+    Raises:
+        BackendError: it cannot.
+    """
+    if not name or name.startswith(".") or Path(name).name != name:
+        # Folders that begin with a dot are half-written ones.
+        raise BackendError(
+            f"save({name!r}): a checkpoint's name is one folder name that does not begin with a dot"
+        )
+
+
+def discard(ref: CheckpointRef, directory: Path) -> None:
+    """Deletes a checkpoint of a session; one already gone is no error.
+
+    Args:
+        ref: the checkpoint.
+        directory: where the session keeps its own.
+
+    Raises:
+        CheckpointError: it is another's.
+    """
+    if ref.path.parent.resolve() != directory.resolve():
+        raise CheckpointError(
+            f"{ref.path}: not a checkpoint of this session, which keeps its own in {directory}"
+        )
+    if ref.path.exists():
+        # First the file that makes it complete: a deletion cut short leaves nothing to restore.
+        (ref.path / STATE_FILE).unlink(missing_ok=True)
+        shutil.rmtree(ref.path)
+
+
+def check_tensors(
+    parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, path: Path
+) -> None:
+    """Returns if tensors have the names and shapes of a session's parameters.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    for name in sorted(parameters.keys() ^ tensors.keys()):
+        owner = "this session" if name in parameters else "the checkpoint"
+        raise CheckpointError(
+            f"{path}: does not fit this session, only {owner} has {name} "
+            "(compare lora.target_modules)"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(tensors[name].shape)}, "
+                f"this session needs {tuple(parameter.shape)}"
+            )

@@ -16,7 +16,6 @@ from tunebook.backends.local.peft_format import (
     peft_targets,
     read_peft_config,
 )
-from tunebook.backends.local.weights import TrainedWeights, layer_names
 from tunebook.errors import CheckpointError
 from tunebook.types import LoraConfig
 
@@ -58,20 +57,32 @@ def check_start(
 
 
 def check_fits(
-    state: CheckpointState, base: BaseModel, weights: TrainedWeights, *, path: Path
+    state: CheckpointState,
+    base: BaseModel,
+    lora: LoraConfig | None,
+    targets: Collection[str],
+    *,
+    path: Path,
 ) -> None:
     """Returns if a checkpoint was made on this base with an adapter of this shape.
+
+    Args:
+        state: of the checkpoint.
+        base: of the session.
+        lora: of the session; None = full weights.
+        targets: layers that carry its adapter.
+        path: of the checkpoint.
 
     Raises:
         CheckpointError: naming what differs, with both values.
     """
-    check_kind(state, weights.lora, path=path)
+    check_kind(state, lora, path=path)
     differing: list[str] = []
     if state.base_fingerprint != base.fingerprint:
         theirs = f"{state.base_name} ({state.base_fingerprint})"
         mine = f"{base.name} ({base.fingerprint})"
         differing.append(f"base model: {theirs} in the checkpoint, {mine} now")
-    refuse(differing + differing_shape(state, weights.lora, layer_names(weights)), path)
+    refuse(differing + differing_shape(state, lora, targets), path)
 
 
 def check_kind(state: CheckpointState, lora: LoraConfig | None, *, path: Path) -> None:

@@ -5,7 +5,6 @@ Legend: B rows, T tokens.
 
 import inspect
 import math
-import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -104,6 +103,11 @@ class LocalSession:
         self._generator: Callable[[], LocalGenerator | None] = lambda: None
 
     @property
+    def pads(self) -> bool:
+        """Whether rows of a micro-batch are computed as long as the longest of them."""
+        return self._engine is None and not self._base.streams
+
+    @property
     def trainable_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._weights.parameters.values())
 
@@ -159,31 +163,10 @@ class LocalSession:
         return self._queue.submit(self._lane, "save", lambda: self._save(name))
 
     def export(self, ref: CheckpointRef, directory: Path) -> Path:
-        state = checkpoint.read_state(ref.path)
-        tensors = checkpoint.read_weights(ref.path, state)
-        tokenizer = self._settings.load_tokenizer()
-        if state.lora is None:
-            return export_full_model(self._base, tensors, directory, tokenizer=tokenizer)
-        return export_adapter(
-            self._base.model,
-            tensors,
-            directory,
-            lora=state.lora,
-            targets=state.targets,
-            base_name=self._settings.export_name,
-            tokenizer=tokenizer,
-        )
+        return export_checkpoint(self._base, ref, directory, self._settings)
 
     def discard(self, ref: CheckpointRef) -> None:
-        if ref.path.parent.resolve() != self._settings.directory.resolve():
-            raise CheckpointError(
-                f"{ref.path}: not a checkpoint of this session, which keeps its own in "
-                f"{self._settings.directory}"
-            )
-        if ref.path.exists():
-            # First the file that makes it complete: a deletion cut short leaves nothing to restore.
-            (ref.path / checkpoint.STATE_FILE).unlink(missing_ok=True)
-            shutil.rmtree(ref.path)
+        checkpoint.discard(ref, self._settings.directory)
 
     def close(self) -> None:
         if self._lane.closed:
@@ -204,7 +187,7 @@ class LocalSession:
             CheckpointError: incomplete, or of another base or adapter.
         """
         state = checkpoint.read_state(ref.path)
-        check_fits(state, self._base, self._weights, path=ref.path)
+        check_fits(state, self._base, self._weights.lora, layer_names(self._weights), path=ref.path)
         self.load_weights(checkpoint.read_weights(ref.path, state), path=ref.path)
         if not with_optimizer:
             return
@@ -233,23 +216,13 @@ class LocalSession:
             CheckpointError: names or shapes differ.
         """
         parameters = self._weights.parameters
-        for name in sorted(parameters.keys() ^ tensors.keys()):
-            owner = "this session" if name in parameters else "the checkpoint"
-            raise CheckpointError(
-                f"{path}: does not fit this session, only {owner} has {name} "
-                "(compare lora.target_modules)"
-            )
+        checkpoint.check_tensors(parameters, tensors, path=path)
         with torch.no_grad():
             for name, parameter in parameters.items():
-                if parameter.shape != tensors[name].shape:
-                    raise CheckpointError(
-                        f"{path}: {name} has shape {tuple(tensors[name].shape)}, "
-                        f"this session needs {tuple(parameter.shape)}"
-                    )
                 parameter.copy_(tensors[name])
 
     def _forward(self, data: list[Datum]) -> list[Tensor]:
-        self._check_data(data)
+        check_data(data, self._base, self._settings.max_seq_len)
         logprobs: list[Tensor] = [torch.empty(0)] * len(data)
         with torch.no_grad(), self._weights.applied(dropout=False), self._explaining_memory():
             for micro_batch in self._plan(data, rows_per_unit=1):
@@ -264,7 +237,7 @@ class LocalSession:
     def _forward_backward(
         self, data: list[Datum], loss_fn: LossFn, *, rows_per_unit: int
     ) -> Metrics:
-        self._check_data(data)
+        check_data(data, self._base, self._settings.max_seq_len)
         losses = _Losses(loss_fn, column_names(loss_fn))
         with self._weights.applied(dropout=True), self._dropping_gradients_on_failure():
             for micro_batch in self._plan(data, rows_per_unit=rows_per_unit):
@@ -287,7 +260,7 @@ class LocalSession:
         score: Callable[[Sequence[int], Tensor], Tensor | None] | None,
         rows_per_unit: int,
     ) -> Job:
-        self._check_data(rows)
+        check_data(rows, self._base, self._settings.max_seq_len)
         assert isinstance(self._weights, AdapterWeights)
         check_units(len(rows), rows_per_unit=rows_per_unit)
         return Job(
@@ -438,12 +411,7 @@ class LocalSession:
                 f"session {self.name!r}: save({name!r}) between forward_backward and optim_step, "
                 "the gradient would be lost"
             )
-        if not name or name.startswith(".") or Path(name).name != name:
-            # Folders that begin with a dot are half-written ones.
-            raise BackendError(
-                f"save({name!r}): a checkpoint's name is one folder name that does not begin with "
-                "a dot"
-            )
+        checkpoint.check_name(name)
         check_finite(self._weights, action=f"save {name!r}")
         folder = self._settings.directory / name
         optimizer_tensors: dict[str, Tensor] = {}
@@ -482,20 +450,6 @@ class LocalSession:
             max_tokens=self._settings.micro_batch_tokens,
         )
 
-    def _check_data(self, data: list[Datum]) -> None:
-        limit, vocab_size = self._settings.max_seq_len, self._base.vocab_size
-        for row, datum in enumerate(data):
-            if limit is not None and datum.num_scored > limit:
-                raise BackendError(
-                    f"row {row} has {datum.num_scored} tokens, {self._base.name} takes {limit}; "
-                    "lower max_seq_len"
-                )
-            if datum.tokens.min() < 0 or datum.tokens.max() >= vocab_size:
-                raise BackendError(
-                    f"row {row} holds a token id outside 0..{vocab_size - 1}: the tokenizer does "
-                    f"not belong to {self._base.name}"
-                )
-
     def _clear_gradients(self) -> None:
         self._weights.drop_gradients()
         self._has_gradient = False
@@ -518,6 +472,57 @@ class LocalSession:
                 f"out of memory on {self._base.device}: lower backend.micro_batch_tokens "
                 f"(now {self._settings.micro_batch_tokens}) or max_seq_len"
             ) from error
+
+
+def check_data(data: Sequence[Datum], base: BaseModel, max_seq_len: int | None) -> None:
+    """Returns if rows can go through a model.
+
+    Args:
+        data: the rows.
+        base: the model.
+        max_seq_len: of the model, tokens; None = not known.
+
+    Raises:
+        BackendError: a row is too long, or of another tokenizer.
+    """
+    for row, datum in enumerate(data):
+        if max_seq_len is not None and datum.num_scored > max_seq_len:
+            raise BackendError(
+                f"row {row} has {datum.num_scored} tokens, {base.name} takes {max_seq_len}; "
+                "lower max_seq_len"
+            )
+        if datum.tokens.min() < 0 or datum.tokens.max() >= base.vocab_size:
+            raise BackendError(
+                f"row {row} holds a token id outside 0..{base.vocab_size - 1}: the tokenizer does "
+                f"not belong to {base.name}"
+            )
+
+
+def export_checkpoint(
+    base: BaseModel, ref: CheckpointRef, directory: Path, settings: SessionSettings
+) -> Path:
+    """Writes a checkpoint as a PEFT adapter or a full model; returns where.
+
+    Args:
+        base: the model it is over.
+        ref: the checkpoint.
+        directory: where to.
+        settings: of the session.
+    """
+    state = checkpoint.read_state(ref.path)
+    tensors = checkpoint.read_weights(ref.path, state)
+    tokenizer = settings.load_tokenizer()
+    if state.lora is None:
+        return export_full_model(base, tensors, directory, tokenizer=tokenizer)
+    return export_adapter(
+        base.model,
+        tensors,
+        directory,
+        lora=state.lora,
+        targets=state.targets,
+        base_name=settings.export_name,
+        tokenizer=tokenizer,
+    )
 
 
 def column_names(loss_fn: LossFn) -> list[str]:

@@ -9,7 +9,7 @@ from tunebook.backends.local.engine.decoder import Decoder, Site
 from tunebook.backends.local.memory import free_memory
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 16384, "mps": 4096}
-"""Beyond these nothing is gained: a few percent at twice as much on a CPU."""
+"""On a CPU twice as many gain a few percent at most; the others have not been measured."""
 FEWEST_TOKENS = 256
 SHARE = 0.4
 """Of the free memory that activations may take."""

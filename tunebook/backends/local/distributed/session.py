@@ -4,7 +4,6 @@ Legend: B rows, T tokens.
 """
 
 import math
-import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,16 +15,17 @@ from torch import Tensor
 from tunebook.backends.base import Future, Generator, LossFn
 from tunebook.backends.local import checkpoint, optimizers
 from tunebook.backends.local.checkpoint import CheckpointState
-from tunebook.backends.local.completions import check_sampling, end_token_ids
+from tunebook.backends.local.completions import check_sampling, end_token_ids, room_for
 from tunebook.backends.local.distributed.member import Member
 from tunebook.backends.local.distributed.sampling import RowToSample, SamplingTask
 from tunebook.backends.local.distributed.sharding import ShardedModel
 from tunebook.backends.local.distributed.team import pickled
-from tunebook.backends.local.export import check_all_finite, export_adapter, export_full_model
-from tunebook.backends.local.fit import check_kind, differing_shape, refuse
+from tunebook.backends.local.execution import check_units
+from tunebook.backends.local.export import check_all_finite
+from tunebook.backends.local.fit import check_fits
 from tunebook.backends.local.generator import cache_argument
 from tunebook.backends.local.queue import Lane, OperationQueue
-from tunebook.backends.local.session import SessionSettings
+from tunebook.backends.local.session import SessionSettings, check_data, export_checkpoint
 from tunebook.columns import loss_name
 from tunebook.errors import BackendError, CheckpointError, NonFiniteError, StaleGenerator
 from tunebook.types import (
@@ -94,31 +94,10 @@ class ShardedSession:
         return self._queue.submit(self._lane, "save", lambda: self._save(name))
 
     def export(self, ref: CheckpointRef, directory: Path) -> Path:
-        state = checkpoint.read_state(ref.path)
-        tensors = checkpoint.read_weights(ref.path, state)
-        tokenizer = self._settings.load_tokenizer()
-        if state.lora is None:
-            return export_full_model(self._model.base, tensors, directory, tokenizer=tokenizer)
-        return export_adapter(
-            self._model.base.model,
-            tensors,
-            directory,
-            lora=state.lora,
-            targets=state.targets,
-            base_name=self._settings.export_name,
-            tokenizer=tokenizer,
-        )
+        return export_checkpoint(self._model.base, ref, directory, self._settings)
 
     def discard(self, ref: CheckpointRef) -> None:
-        if ref.path.parent.resolve() != self._settings.directory.resolve():
-            raise CheckpointError(
-                f"{ref.path}: not a checkpoint of this session, which keeps its own in "
-                f"{self._settings.directory}"
-            )
-        if ref.path.exists():
-            # First the file that makes it complete: a deletion cut short leaves nothing to restore.
-            (ref.path / checkpoint.STATE_FILE).unlink(missing_ok=True)
-            shutil.rmtree(ref.path)
+        checkpoint.discard(ref, self._settings.directory)
 
     def close(self) -> None:
         if self._lane.closed:
@@ -133,13 +112,7 @@ class ShardedSession:
             CheckpointError: incomplete, or of another base or adapter.
         """
         state, model = checkpoint.read_state(ref.path), self._model
-        check_kind(state, model.lora, path=ref.path)
-        differing = differing_shape(state, model.lora, model.targets)
-        if state.base_fingerprint != model.base.fingerprint:
-            theirs = f"{state.base_name} ({state.base_fingerprint})"
-            mine = f"{model.base.name} ({model.base.fingerprint})"
-            differing.insert(0, f"base model: {theirs} in the checkpoint, {mine} now")
-        refuse(differing, ref.path)
+        check_fits(state, model.base, model.lora, model.targets, path=ref.path)
         self.load_weights(checkpoint.read_weights(ref.path, state), path=ref.path)
         if not with_optimizer:
             return
@@ -161,19 +134,7 @@ class ShardedSession:
         Raises:
             CheckpointError: names or shapes differ.
         """
-        parameters = self._model.sharded
-        for name in sorted(parameters.keys() ^ tensors.keys()):
-            owner = "this session" if name in parameters else "the checkpoint"
-            raise CheckpointError(
-                f"{path}: does not fit this session, only {owner} has {name} "
-                "(compare lora.target_modules)"
-            )
-        for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {tuple(tensors[name].shape)}, "
-                    f"this session needs {tuple(parameter.shape)}"
-                )
+        checkpoint.check_tensors(self._model.sharded, tensors, path=path)
         layout = {name: tensor.shape for name, tensor in tensors.items()}
         self._member.call("load_weights", layout, tensors=tensors)
 
@@ -199,16 +160,12 @@ class ShardedSession:
         )
 
     def _forward(self, data: list[Datum]) -> list[Tensor]:
-        self._check_data(data)
+        check_data(data, self._model.base, self._settings.max_seq_len)
         return self._member.call("forward", data)
 
     def _forward_backward(self, data: list[Datum], loss_fn: LossFn, rows_per_unit: int) -> Metrics:
-        self._check_data(data)
-        if rows_per_unit < 1 or len(data) % rows_per_unit:
-            raise BackendError(
-                f"{len(data)} rows cannot be split into units of {rows_per_unit} rows "
-                "(rows_per_unit must be at least 1 and divide the number of rows)"
-            )
+        check_data(data, self._model.base, self._settings.max_seq_len)
+        check_units(len(data), rows_per_unit=rows_per_unit)
         require_sendable(loss_fn)
         try:
             totals = self._member.call(
@@ -262,11 +219,7 @@ class ShardedSession:
                 f"session {self.name!r}: save({name!r}) between forward_backward and optim_step, "
                 "the gradient would be lost"
             )
-        if not name or name.startswith(".") or Path(name).name != name:
-            raise BackendError(
-                f"save({name!r}): a checkpoint's name is one folder name that does not begin with "
-                "a dot"
-            )
+        checkpoint.check_name(name)
         model, folder = self._model, self._settings.directory / name
         weights, optimizer, untouched = self._member.call("gather_state")
         check_all_finite(weights, folder)
@@ -286,21 +239,6 @@ class ShardedSession:
             ),
         )
         return CheckpointRef(name=name, location=str(folder), has_optimizer=True)
-
-    def _check_data(self, data: list[Datum]) -> None:
-        base = self._model.base
-        limit, vocab_size = self._settings.max_seq_len, base.vocab_size
-        for row, datum in enumerate(data):
-            if limit is not None and datum.num_scored > limit:
-                raise BackendError(
-                    f"row {row} has {datum.num_scored} tokens, {base.name} takes {limit}; "
-                    "lower max_seq_len"
-                )
-            if datum.tokens.min() < 0 or datum.tokens.max() >= vocab_size:
-                raise BackendError(
-                    f"row {row} holds a token id outside 0..{vocab_size - 1}: the tokenizer does "
-                    f"not belong to {base.name}"
-                )
 
 
 class ShardedGenerator:
@@ -349,10 +287,15 @@ class ShardedGenerator:
         strings = tuple(stop for stop in params.stop if isinstance(stop, str))
         ids = {stop for stop in params.stop if isinstance(stop, int)}
         entropy: Any = np.random.SeedSequence().entropy
+        limit = self._settings.max_seq_len
+        rooms = [
+            room_for(base, prompt, index=index, max_seq_len=limit)
+            for index, prompt in enumerate(prompts)
+        ]
         task = SamplingTask(
             rows=[
-                RowToSample(prompt, self._room(prompt, params.max_tokens, index), (index, sample))
-                for index, prompt in enumerate(prompts)
+                RowToSample(prompt, min(params.max_tokens, room), (index, sample))
+                for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
                 for sample in range(num_samples)
             ],
             params=params,
@@ -375,21 +318,6 @@ class ShardedGenerator:
             completions[first : first + num_samples]
             for first in range(0, len(completions), num_samples)
         ]
-
-    def _room(self, prompt: list[int], max_tokens: int, index: int) -> int:
-        base, limit = self._member.loaded.base, self._settings.max_seq_len
-        if not prompt:
-            raise BackendError(f"prompt {index} is empty; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= base.vocab_size:
-            raise BackendError(f"prompt {index} holds a token id outside 0..{base.vocab_size - 1}")
-        if limit is None:
-            return max_tokens
-        if limit <= len(prompt):
-            raise BackendError(
-                f"prompt {index} has {len(prompt)} tokens, which leaves no room for an answer in "
-                f"the {limit} tokens of {base.name}"
-            )
-        return min(max_tokens, limit - len(prompt))
 
 
 def require_sendable(loss_fn: LossFn) -> None:

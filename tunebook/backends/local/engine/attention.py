@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from tunebook.backends.local.engine.layout import Span, Stream, groups_of, lay_out
+from tunebook.backends.local.engine.layout import Stream, groups_of, lay_out
 
 logger = logging.getLogger(__name__)
 
@@ -141,25 +141,14 @@ class Block:
 
 def blocks_of(stream: Stream) -> list[Block]:
     """The blocks of a stream's queries."""
-    beginnings = beginnings_of(stream)
     blocks: list[Block] = []
-    for span in stream.segments:
-        keys = beginnings.get(span)
+    for segment in stream.segments:
+        span, keys = segment.tokens, segment.shared
         shared = None if keys is None else slice(keys.start, keys.stop)
         for start in range(span.start, span.stop, BLOCK):
             stop = min(start + BLOCK, span.stop)
             blocks.append(Block(slice(start, stop), shared, slice(span.start, stop)))
     return blocks
-
-
-def beginnings_of(stream: Stream) -> dict[Span, Span]:
-    """Segment -> the beginning that it sees besides itself."""
-    return {
-        span: cross.keys
-        for cross in stream.crosses
-        for span in stream.segments
-        if cross.queries.start <= span.start < cross.queries.stop
-    }
 
 
 def _attend_blocks(
@@ -280,10 +269,9 @@ def masked_output(
 ) -> Tensor:
     """Attention row by row with explicit masks, for soft caps and on other devices, `[N, A, D]`."""
     positions = torch.from_numpy(stream.positions).to(query.device)
-    beginnings = beginnings_of(stream)
     pieces: list[Tensor] = []
-    for span in stream.segments:
-        shared = beginnings.get(span)
+    for segment in stream.segments:
+        span, shared = segment.tokens, segment.shared
         spans = [span] if shared is None else [shared, span]
         keys = torch.cat([key[each.start : each.stop] for each in spans])
         values = torch.cat([value[each.start : each.stop] for each in spans])
@@ -360,11 +348,11 @@ def _block_mask(stream: Stream, window: int | None, device: torch.device) -> Blo
     if window not in masks:
         owner = np.zeros(stream.num_tokens, np.int64)
         shared = np.full(stream.num_tokens, -1)
-        beginnings = beginnings_of(stream)
-        for span in stream.segments:
-            owner[span.start : span.stop] = span.start
-            if span in beginnings:
-                shared[span.start : span.stop] = beginnings[span].start
+        for segment in stream.segments:
+            rows = slice(segment.tokens.start, segment.tokens.stop)
+            owner[rows] = segment.tokens.start
+            if segment.shared is not None:
+                shared[rows] = segment.shared.start
         owners, seen = (torch.from_numpy(each).to(device) for each in (owner, shared))
         positions = torch.from_numpy(stream.positions).to(device)
 

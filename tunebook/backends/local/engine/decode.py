@@ -223,7 +223,7 @@ def decode(own: OwnTokens, lineup: Lineup, tokens: IntArray, lengths: IntArray) 
         lengths: `[n]` own tokens of each row before this one.
     """
     positions = (lineup.offsets + lengths).astype(np.int32)
-    stream = Stream(tokens, positions, (), (), (), (), (), ())
+    stream = Stream(tokens, positions, (), (), (), (), ())
     attention = _StepAttention(own, lineup, positions, lengths)
     return _run(own.decoder, stream, lineup.spans, attention)
 

@@ -4,7 +4,7 @@ Legend: B rows of one operation in one stream, T tokens, N tokens of the stream,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,15 @@ from tunebook.backends.local.engine.layers import (
     run_layers,
     run_layers_backward,
 )
-from tunebook.backends.local.engine.layout import Group, Span, Stream, groups_of, lay_out, pack
+from tunebook.backends.local.engine.layout import (
+    Group,
+    Segment,
+    Span,
+    Stream,
+    groups_of,
+    lay_out,
+    pack,
+)
 from tunebook.backends.local.engine.products import linear
 from tunebook.backends.local.logprobs import supervised
 from tunebook.backends.local.tuning import should_recompute
@@ -288,15 +296,11 @@ def padded(stream: Stream) -> Stream:
     if missing <= 0:
         return stream
     span = Span(stream.num_tokens, stream.num_tokens + missing)
-    return Stream(
+    return replace(
+        stream,
         tokens=np.concatenate([stream.tokens, np.zeros(missing, np.int32)]),
         positions=np.concatenate([stream.positions, np.arange(missing, dtype=np.int32)]),
-        segments=(*stream.segments, span),
-        crosses=stream.crosses,
-        members=stream.members,
-        groups=stream.groups,
-        rows=stream.rows,
-        places=stream.places,
+        segments=(*stream.segments, Segment(span, None)),
     )
 
 

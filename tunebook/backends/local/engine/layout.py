@@ -42,11 +42,12 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Cross:
-    """Tokens that see all of a shared beginning besides their own row."""
+class Segment:
+    """Tokens that see each other causally."""
 
-    queries: Span
-    keys: Span
+    tokens: Span
+    shared: Span | None
+    """The beginning of the row, which each of them sees besides; None = they are all of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -57,9 +58,8 @@ class Stream:
     """`[N]`"""
     positions: IntArray
     """`[N]`, of each token in its row."""
-    segments: tuple[Span, ...]
-    """Tokens that see each other causally: shared beginnings, and what rows have of their own."""
-    crosses: tuple[Cross, ...]
+    segments: tuple[Segment, ...]
+    """Shared beginnings, and what rows have of their own."""
     members: tuple[Span, ...]
     """Tokens of each operation, in their order; operations without rows here have an empty span."""
     groups: tuple[tuple[Span, ...], ...]
@@ -170,22 +170,22 @@ def lay_out(operations: Sequence[Sequence[IntArray]], groups: Sequence[Sequence[
     """
     tokens: list[IntArray] = []
     positions: list[IntArray] = []
-    segments: list[Span] = []
-    crosses: list[Cross] = []
+    segments: list[Segment] = []
     members: list[Span] = []
     group_spans: list[tuple[Span, ...]] = []
     row_numbers: list[tuple[int, ...]] = []
     places: list[tuple[IntArray, ...]] = []
     cursor = 0
 
-    def put(piece: IntArray, first_position: int) -> Span:
+    def put(piece: IntArray, beginning: Span | None) -> Span:
         nonlocal cursor
         tokens.append(piece)
-        positions.append(np.arange(first_position, first_position + len(piece), dtype=np.int32))
+        first = 0 if beginning is None else beginning.length
+        positions.append(np.arange(first, first + len(piece), dtype=np.int32))
         span = Span(cursor, cursor + len(piece))
         cursor = span.stop
         if span.length:
-            segments.append(span)
+            segments.append(Segment(span, beginning if beginning and beginning.length else None))
         return span
 
     for rows, chosen in zip(operations, groups, strict=True):
@@ -194,14 +194,12 @@ def lay_out(operations: Sequence[Sequence[IntArray]], groups: Sequence[Sequence[
         found: dict[int, IntArray] = {}
         for group in chosen:
             group_start = cursor
-            shared = put(rows[group.rows[0]][: group.prefix], 0)
+            shared = put(rows[group.rows[0]][: group.prefix], None)
             for row in group.rows:
-                own = put(rows[row][group.prefix :], group.prefix)
+                own = put(rows[row][group.prefix :], shared)
                 found[row] = np.concatenate(
                     [np.arange(shared.start, shared.stop), np.arange(own.start, own.stop)]
                 ).astype(np.int32)
-            if shared.length and cursor > shared.stop:
-                crosses.append(Cross(queries=Span(shared.stop, cursor), keys=shared))
             spans.append(Span(group_start, cursor))
         members.append(Span(start, cursor))
         group_spans.append(tuple(spans))
@@ -211,7 +209,6 @@ def lay_out(operations: Sequence[Sequence[IntArray]], groups: Sequence[Sequence[
         tokens=np.concatenate(tokens).astype(np.int32),
         positions=np.concatenate(positions),
         segments=tuple(segments),
-        crosses=tuple(crosses),
         members=tuple(members),
         groups=tuple(group_spans),
         rows=tuple(row_numbers),
