@@ -2,7 +2,8 @@
 
 What several rows begin with is kept once (`Beginning`); what each row has of its own stands in a
 slot of `OwnTokens`. A new token attends to both, and the two results are joined by their
-log-sum-exp, as in `attention`.
+log-sum-exp, which is exact: softmax over a union is the average of the softmaxes over its parts,
+weighted by their sums of exponentials.
 Legend: n rows, S slots, A query heads, K key-value heads, D head size, P tokens of a beginning,
 T own tokens that a slot has room for, Q queries that see the same keys.
 """
