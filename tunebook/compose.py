@@ -58,7 +58,7 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
     except Exception as error:
         raise explain_composition_error(error, recipe) from error
     for key, value in values.items():
-        free = key in ("loss", "tracker") or FREE_SECTION.match(f"{key}=") is not None
+        free = key in ("loss", "tracker", "environment") or FREE_SECTION.match(f"{key}=") is not None
         _update(config, key, value, recipe, add=free)
     resume = config.get("resume")
     if resume:
@@ -116,7 +116,10 @@ def from_yaml(text: str, recipe: str) -> RecipeConfig:
     return parse(merged, recipe)
 
 
-FREE_SECTION = re.compile(r"(data|data\.eval)\.(columns|function_args)[.=]|(loss|tracker)\.[^=]*=")
+FREE_SECTION = re.compile(
+    r"(data|data\.eval)\.(columns|function_args)[.=]|reward\.functions[.=]"
+    r"|(loss|tracker|environment)\.[^=]*="
+)
 """Keys below these are names of the user's own: of columns, and of a function's arguments."""
 
 
@@ -323,7 +326,10 @@ def _split_overrides(
     """Override lines for Hydra (group choices among them), and values to set as they are."""
     if not isinstance(overrides, Mapping):
         return list(overrides), {}
-    groups = {"backend", "model", "data", "loss", "tracker", "experiment", "sweep"}
+    groups = {
+        "backend", "model", "data", "loss", "tracker", "experiment", "sweep", "reward",
+        "environment",
+    }  # fmt: skip
     sections = {key.rpartition(".")[0] for key in schema_keys(SCHEMAS[recipe])}
     lines: list[str] = []
     values: dict[str, Any] = {}
