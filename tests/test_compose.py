@@ -47,13 +47,18 @@ def test_defaults_compose_to_the_schema():
     assert config.lora is not None and config.lora.to_lora().scale == 2.0
 
 
-@pytest.mark.parametrize(
-    "group", ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"]
-)
+@pytest.mark.parametrize("group", ["backend", "model", "data", "tracker", "experiment", "sweep"])
 def test_every_file_composes(group):
     for name in group_files(group):
         if name != "base":
             compose("sft", [f"{group}={name}"])
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo"])
+def test_every_loss_composes_with_every_recipe(recipe):
+    """Whether it fits is said by `prepare`; see `test_losses.py`."""
+    for name in group_files("loss"):
+        assert compose(recipe, [f"loss={name}"]).loss["_target_"].startswith("loss_fns.")
 
 
 def test_every_model_with_every_experiment_composes():
@@ -162,6 +167,7 @@ def test_help_lists_every_key_with_its_meaning():
         ("early_stopping.patience=0", ["early_stopping.patience=0"]),
         ("normalization.kind=fixed_horizon", ["normalization.horizon"]),
         ("normalization.horizon=5", ["normalization.horizon=5", "fixed_horizon"]),
+        ("normalization.kind=prompt_mean", ["normalization.kind=prompt_mean", "token_mean"]),
         ("model=nosuch", ["model=nosuch", "smollm2_135m"]),
         ("model=qwen", ["model=qwen", "Did you mean model=qwen3_0_6b?"]),
         ("name=a=b", ["could not be read", "name='a=b'"]),
