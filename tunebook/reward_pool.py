@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -145,7 +145,7 @@ class RewardPool:
             for worker in self._overdue():
                 self._refuse_slow_start(worker)
 
-    def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
+    def run(self, calls: Sequence[Call]) -> Generator[tuple[int, Outcome]]:
         """Indices of the calls with what became of each, in the order in which they end.
 
         Closing the iterator early, or an exception on the way, ends every call that still runs.
@@ -179,26 +179,14 @@ class RewardPool:
                     self._end(worker)
                     yield from self._bury(batch, worker, crashed=False)
         finally:
-            for worker in [each for each in self._workers if each.calls or not each.ready]:
-                self._end(worker)
+            self._dismiss([each for each in self._workers if each.calls or not each.ready])
 
     def close(self) -> None:
-        """Ends all workers: idle ones by themselves within a second, others at once."""
-        for worker in self._workers:
-            if worker.calls or not worker.ready:
-                _kill(worker)
-            else:
-                worker.commands.close()
-        until = time.monotonic() + CLOSE_S
-        while self._workers:
-            ended = {key.data for key, _ in self._selector.select(max(0, until - time.monotonic()))}
-            for worker in [each for each in self._workers if each in ended]:
-                if not worker.answers.read(1 << 16):
-                    self._end(worker)
-            if time.monotonic() >= until:
-                for worker in list(self._workers):
-                    self._end(worker)
-        self._selector.close()
+        """Ends all workers."""
+        try:
+            self._dismiss(list(self._workers))
+        finally:
+            self._selector.close()
 
     # Workers.
 
@@ -250,13 +238,43 @@ class RewardPool:
         for _ in range(min(room, max(1, len(workers)))):
             self._spawn(concurrent=False)
 
+    def _dismiss(self, workers: list[_Worker]) -> None:
+        """Ends workers: those that can listen by themselves within a second, others at once.
+
+        An event loop listens while calls run in it. They are cancelled, and end what they started
+        even where that has left the process group, as tests of code have.
+        """
+        listening = [each for each in workers if each.ready and (each.concurrent or not each.calls)]
+        try:
+            for worker in set(workers).difference(listening):
+                self._end(worker)
+            for worker in listening:
+                self._stop_writing(worker)
+                worker.commands.close()
+            until = time.monotonic() + CLOSE_S
+            while any(worker in self._workers for worker in listening):
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                for key, _ in self._selector.select(left):
+                    worker = key.data
+                    if worker in listening and not os.read(worker.answers.fileno(), 1 << 16):
+                        self._end(worker)
+        finally:
+            for worker in workers:
+                if worker in self._workers:
+                    self._end(worker)
+
+    def _stop_writing(self, worker: _Worker) -> None:
+        if worker.unsent:
+            self._selector.unregister(worker.commands)
+            worker.unsent.clear()
+
     def _end(self, worker: _Worker) -> None:
         """Kills a worker with what it started, and forgets it."""
-        if worker in self._workers:
-            self._workers.remove(worker)
-            self._selector.unregister(worker.answers)
-            if worker.unsent:
-                self._selector.unregister(worker.commands)
+        self._workers.remove(worker)
+        self._selector.unregister(worker.answers)
+        self._stop_writing(worker)
         _kill(worker)
         worker.process.wait()
         worker.commands.close()
@@ -309,7 +327,8 @@ class RewardPool:
         for key, events in self._selector.select(seconds):
             worker = key.data
             if events & selectors.EVENT_WRITE:
-                self._write(worker, registered=True)
+                if worker in self._workers:  # not ended by what was read from it just now
+                    self._write(worker, registered=True)
                 continue
             data = os.read(worker.answers.fileno(), 1 << 16)
             worker.received += data

@@ -28,13 +28,10 @@ class NotedReward(float):
 
     note: str
 
-    def __new__(cls, value: float, note: str) -> NotedReward:
+    def __new__(cls, value: float, note: str = "") -> NotedReward:
         reward = super().__new__(cls, value)
         reward.note = note
         return reward
-
-    def __getnewargs__(self) -> tuple[float, str]:
-        return float(self), self.note
 
 
 def no_answer() -> NotedReward:

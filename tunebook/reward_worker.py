@@ -30,6 +30,7 @@ LENGTH = struct.Struct(">Q")
 SHORT = reprlib.Repr()
 SHORT.maxother = SHORT.maxstring = 100
 ORPHAN_MARGIN_S = 10.0
+LAST_S = 1.0
 LONGEST_MESSAGE = 2_000
 LONGEST_TRACEBACK = 20_000
 """Characters; its end says most."""
@@ -184,8 +185,12 @@ def _take_standard_streams() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Ends this process and what rewards started in it, once whoever started it is gone."""
+    """Ends this process and what rewards started in it, once whoever started it is gone.
+
+    An event loop first gets the time to cancel its calls, for which it ends when its input does.
+    """
     os.read(lifeline, 1)
+    time.sleep(LAST_S)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 

@@ -265,11 +265,17 @@ class Scorer:
                 )
 
 
-def check_rows(scorer: Scorer, rows: Iterable[tuple[str, int, Collection[str]]]) -> None:
+def check_rows(
+    scorer: Scorer,
+    rows: Iterable[tuple[str, int, Collection[str]]],
+    *,
+    given: Collection[str] = tuple(GIVEN_COLUMNS),
+) -> None:
     """Returns if every row has the columns that the rewards need.
 
     Args:
         rows: file, line and the names of the columns of each row.
+        given: columns that are there besides.
 
     Raises:
         DataError: locates each row that lacks one.
@@ -279,10 +285,10 @@ def check_rows(scorer: Scorer, rows: Iterable[tuple[str, int, Collection[str]]])
         for file, line, columns in rows
         for reward in scorer.rewards
         for name in reward.required
-        if name not in columns and name not in GIVEN_COLUMNS
+        if name not in columns and name not in given
     ]
     if problems:
-        raise DataError(f"{len(problems)} rows cannot be scored", problems)
+        raise DataError(f"{len(problems)} columns that rewards need are missing", problems)
 
 
 def score_metrics(scores: Sequence[Score]) -> Metrics:
@@ -320,7 +326,10 @@ def _make_reward(name: str, node: Any, columns: Collection[str]) -> Reward:
     target = bound.func
     if isinstance(target, type):
         _check_constructor(bound, key)
-        function: Any = bound()
+        try:
+            function: Any = bound()
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
         bound_names: set[str] = set()
     else:
         function, bound_names = bound, set(bound.keywords)
@@ -351,30 +360,30 @@ def _columns_of(
     function: Any, bound: Collection[str], key: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """Required and optional columns of a reward, and whether it takes all there are."""
-    first, *others = [*inspect.signature(function).parameters.values()] or [None]
-    takes_completion = first is not None and first.kind in (
-        first.POSITIONAL_ONLY,
-        first.POSITIONAL_OR_KEYWORD,
-        first.VAR_POSITIONAL,
+    parameters = list(inspect.signature(function).parameters.values())
+    takes_completion = parameters and parameters[0].kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
     )
-    if not takes_completion or first.name in ("completions", "prompts"):
+    if not takes_completion or parameters[0].name in ("completions", "prompts"):
         raise ConfigError(
             f"{key}: its first parameter must be the text of one completion, as in "
             "`def reward(completion, *, answer)`; it is called once for each"
         )
-    if any(parameter.name == "weight" for parameter in (first, *others)):
+    if any(each.name == "weight" for each in parameters):
         raise ConfigError(
             f"{key}: it has a parameter `weight`, but {key}.weight is its weight in the sum; "
             "rename the parameter"
         )
     named = [
         each
-        for each in others
+        for each in parameters[1:]
         if each.name not in bound and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     ]
     required = tuple(each.name for each in named if each.default is each.empty)
     optional = tuple(each.name for each in named if each.default is not each.empty)
-    return required, optional, any(each.kind is each.VAR_KEYWORD for each in others)
+    return required, optional, any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _is_async(function: Any) -> bool:
@@ -410,12 +419,12 @@ def _problem(name: str, outcome: Outcome, sample: Sample) -> Problem:
         reward=name,
         kind=outcome.kind,
         message=redact(outcome.message, os.environ),
-        prompt=_prompt_text(sample.columns.get("prompt")),
+        prompt=prompt_text(sample.columns.get("prompt")),
         traceback=redact(outcome.traceback, os.environ) if outcome.traceback else None,
     )
 
 
-def _prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     """The last message of a prompt, shortened."""
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
         last = prompt[-1] if prompt else ""
