@@ -325,6 +325,7 @@ def _make_reward(name: str, node: Any, columns: Collection[str]) -> Reward:
     bound = build_function(arguments, key=key)
     target = bound.func
     if isinstance(target, type):
+        _refuse_weight(target, key)
         _check_constructor(bound, key)
         try:
             function: Any = bound()
@@ -356,6 +357,14 @@ def _check_constructor(bound: functools.partial[Any], key: str) -> None:
             raise ConfigError(f"{key}.{name} is missing, and the reward needs it")
 
 
+def _refuse_weight(function: Any, key: str) -> None:
+    if "weight" in inspect.signature(function).parameters:
+        raise ConfigError(
+            f"{key}: it has a parameter `weight`, but {key}.weight is its weight in the sum; "
+            "rename the parameter"
+        )
+
+
 def _columns_of(
     function: Any, bound: Collection[str], key: str
 ) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
@@ -371,11 +380,7 @@ def _columns_of(
             f"{key}: its first parameter must be the text of one completion, as in "
             "`def reward(completion, *, answer)`; it is called once for each"
         )
-    if any(each.name == "weight" for each in parameters):
-        raise ConfigError(
-            f"{key}: it has a parameter `weight`, but {key}.weight is its weight in the sum; "
-            "rename the parameter"
-        )
+    _refuse_weight(function, key)
     named = [
         each
         for each in parameters[1:]
