@@ -12,34 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.rewards.processes import children, is_alive, wait_until
-from tunebook.config import OnRewardError, RewardConfig
+from tests.rewards.scorers import HERE, samples_of, scorer_of
 from tunebook.errors import ConfigError, DataError, RewardError
-from tunebook.scoring import Sample, Score, check_rows, make_scorer, score_metrics
+from tunebook.scoring import Sample, Score, check_rows, score_metrics
 
 ROOT = Path(__file__).parent.parent
-HERE = "tests.rewards.examples."
-
-
-def scorer_of(functions, *, columns=("answer", "prompt"), timeout_s=20.0, at_once=8, fail=False):
-    """A scorer of rewards from the examples; a string stands for `_target_` alone."""
-    nodes = {
-        name: {"_target_": HERE + node} if isinstance(node, str) else node
-        for name, node in functions.items()
-    }
-    config = RewardConfig(
-        functions=nodes,
-        timeout_s=timeout_s,
-        max_concurrency=at_once,
-        on_error=OnRewardError.fail if fail else OnRewardError.skip,
-    )
-    return make_scorer(config, columns)
-
-
-def samples_of(*completions, answer="yes"):
-    return [
-        Sample(text, {"answer": answer, "prompt": [{"role": "user", "content": f"about {text}"}]})
-        for text in completions
-    ]
 
 
 def scores_of(functions, *completions, **settings):
@@ -274,7 +251,7 @@ def test_case_64_fail_ends_the_program_with_the_traceback(tmp_path):
     """While another reward would run for 1000 seconds; no process stays."""
     script = f"""
 import sys
-from tests.test_scoring import samples_of, scorer_of
+from tests.rewards.scorers import samples_of, scorer_of
 from tunebook.display import report_error
 node = {{"_target_": "tests.rewards.examples.writes_pid", "folder": {str(tmp_path)!r}}}
 file = {str(tmp_path / "pids")!r}
@@ -292,7 +269,7 @@ except Exception as error:
     assert 'raise ValueError("the other one runs")' in done.stderr
     assert "reward.on_error=fail" in done.stderr
     for pid in (tmp_path / "pids").read_text().split():
-        assert not is_alive(int(pid))
+        assert wait_until(lambda pid=pid: not is_alive(int(pid)))
 
 
 @pytest.mark.parametrize("completion", ["die", "nan", "text"])
@@ -357,7 +334,7 @@ def script_environ():
 def test_processes_end_with_the_program(tmp_path, number):
     """Ctrl-C and worse, while a reward runs that has started a process of its own."""
     script = f"""
-from tests.test_scoring import samples_of, scorer_of
+from tests.rewards.scorers import samples_of, scorer_of
 node = {{"_target_": "tests.rewards.examples.writes_pid", "folder": {str(tmp_path)!r}}}
 with scorer_of({{"it": node}}, timeout_s=1000) as scorer:
     scorer.score(samples_of("fine"))
@@ -456,9 +433,9 @@ def test_a_module_that_another_process_cannot_import_fails_on_opening(monkeypatc
 
 
 def test_a_module_that_ends_its_process_fails_on_opening(tmp_path, monkeypatch):
-    (tmp_path / "ends_when_imported.py").write_text(
-        "import os, sys\nif sys.argv[0] == '-c':\n    os._exit(7)\ndef mine(completion):\n    return 1\n"
-    )
+    elsewhere = f"import os\nif os.getpid() != {os.getpid()}:\n    os._exit(7)\n"
+    file = tmp_path / "ends_when_imported.py"
+    file.write_text(f"{elsewhere}def mine(completion):\n    return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     scorer = scorer_of({"it": {"_target_": "ends_when_imported.mine"}})
     with pytest.raises(RewardError, match=r"ended while starting .exit code 7"), scorer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.composition_errors import SCHEMAS
 from tunebook.config import GRPOConfig, OnRewardError
 from tunebook.data.readers import read_file
-from tunebook.errors import ConfigError, DataError, RowProblem
+from tunebook.errors import ConfigError, DataError, RowProblem, listed
 from tunebook.reward_listing import reward_names
 from tunebook.scoring import (
     Sample,
@@ -129,7 +129,8 @@ def read_samples(file: Path) -> tuple[list[Sample], list[tuple[str, int, frozens
             samples.append(sample)
             places.append((row.file, row.line, frozenset(sample.columns)))
     if problems:
-        raise DataError(f"{file}: {len(problems)} rows cannot be used", problems)
+        lines = [f"{len(problems)} rows of {file} cannot be used:", *listed(problems)]
+        raise DataError("\n".join(lines), problems)
     if not samples:
         raise DataError(f"{file}: holds no rows")
     return samples, places

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from tunebook.compose import build_function
 from tunebook.config import OnRewardError, RewardConfig
-from tunebook.errors import ConfigError, DataError, RewardError, RowProblem
+from tunebook.errors import ConfigError, DataError, RewardError, RowProblem, listed
 from tunebook.reward_pool import Call, Outcome, RewardPool, RewardSpec
 from tunebook.runs.redaction import redact
 from tunebook.types import Metrics
@@ -288,7 +288,8 @@ def check_rows(
         if name not in columns and name not in given
     ]
     if problems:
-        raise DataError(f"{len(problems)} columns that rewards need are missing", problems)
+        lines = ["Rows lack columns that rewards need:", *listed(problems)]
+        raise DataError("\n".join(lines), problems)
 
 
 def score_metrics(scores: Sequence[Score]) -> Metrics:

@@ -54,13 +54,14 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> Fraction | None:
-    last: Fraction | None = None
+    last: re.Match[str] | None = None
     for match in _NUMBER.finditer(text):
-        if len(match[0]) > LONGEST or not (below := _plain(match["below"] or "1")):
-            continue
-        negative = (match["sign"] is None) != (match["inner_sign"] is None)
-        last = _plain(match["above"]) / below * (-1 if negative else 1)
-    return last
+        if len(match[0]) <= LONGEST and (match["below"] is None or _plain(match["below"]) != 0):
+            last = match
+    if last is None:
+        return None
+    value = _plain(last["above"]) / _plain(last["below"] or "1")
+    return value if (last["sign"] is None) == (last["inner_sign"] is None) else -value
 
 
 def _plain(digits: str) -> Fraction:

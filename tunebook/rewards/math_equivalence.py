@@ -46,7 +46,7 @@ class MathEquivalence:
         gold = str(answer).strip()
         marked = gold if _MARKED.search(gold) else f"${gold}$"
         expected = math_verify.parse(marked, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        if not expected or not gold or isinstance(answer, bool):
+        if not expected or not gold or answer is None or isinstance(answer, bool):
             raise ValueError(f"the row's answer is {answer!r}, which holds no expression")
         given = math_verify.parse(completion, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
         if not given:
