@@ -313,7 +313,7 @@ def test_case_65_endless_loops_leave_nothing_behind(function):
 def test_case_65_async_rewards_end_in_time_too(function):
     """Also one that blocks the event loop of all, or does not let itself be cancelled."""
     before = children()
-    scores = scores_of({"it": function}, "fine", "endless", "fine", "fine", timeout_s=0.5)
+    scores = scores_of({"it": function}, "fine", "endless", "fine", "fine", timeout_s=1.0)
     assert [score.total for score in scores] == [1.0, None, 1.0, 1.0]
     assert kinds_of(scores[1]) == ["timeout"]
     assert children() == before

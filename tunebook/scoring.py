@@ -124,7 +124,8 @@ def make_scorer(config: RewardConfig, columns: Collection[str]) -> Scorer:
 
     Args:
         config: the `reward` section.
-        columns: names that every sample will have: those all rows share and `GIVEN_COLUMNS`.
+        columns: names that samples will have: those of the rows, and `GIVEN_COLUMNS`. `check_rows`
+            then finds single rows that lack one.
 
     Raises:
         ConfigError: names the reward, and the key, value or column that is wrong.

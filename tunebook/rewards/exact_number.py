@@ -13,6 +13,7 @@ LONGEST = 300
 """Characters of a number; what is longer is no answer that anybody wrote."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_DIGIT = re.compile(r"\d")
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}%])[-\u2212])?"  # behind a word or a bracket it subtracts
     r"(?:[$€£¥](?P<inner_sign>[-\u2212])?)?"
@@ -54,14 +55,19 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> Fraction | None:
+    for word in reversed(text.split()):  # no number goes over white space
+        if _DIGIT.search(word) and (found := _last_match(word)) is not None:
+            value = _plain(found["above"]) / _plain(found["below"] or "1")
+            return value if (found["sign"] is None) == (found["inner_sign"] is None) else -value
+    return None
+
+
+def _last_match(word: str) -> re.Match[str] | None:
     last: re.Match[str] | None = None
-    for match in _NUMBER.finditer(text):
+    for match in _NUMBER.finditer(word):
         if len(match[0]) <= LONGEST and (match["below"] is None or _plain(match["below"]) != 0):
             last = match
-    if last is None:
-        return None
-    value = _plain(last["above"]) / _plain(last["below"] or "1")
-    return value if (last["sign"] is None) == (last["inner_sign"] is None) else -value
+    return last
 
 
 def _plain(digits: str) -> Fraction:

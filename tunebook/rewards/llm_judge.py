@@ -75,6 +75,9 @@ class LLMJudge:
             raise ConfigError("instructions: must contain {completion}, or nothing is judged")
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ConfigError(f"low={low}, high={high}: must be a range of scores, low below high")
+        import httpx2  # here, so that no call pays for it with its time
+
+        self._package = httpx2
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._key = "" if api_key_variable is None else _key(api_key_variable)
         self._instructions = instructions
@@ -99,13 +102,11 @@ class LLMJudge:
             Unscored: there is none for now.
             RuntimeError: the server refuses such requests.
         """
-        import httpx2
-
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         body = {**self._body, "messages": [{"role": "user", "content": message}]}
         try:
             response = await self._http().post(self._url, json=body, headers=headers)
-        except httpx2.TransportError as error:
+        except self._package.TransportError as error:
             raise Unscored("unreachable", f"{type(error).__name__}: {error}") from error
         status, text = response.status_code, self._shown(response.text)
         if status >= 500 or status in OVERLOADED:
@@ -138,11 +139,11 @@ class LLMJudge:
         """The client of the running event loop, whose connections are kept."""
         import asyncio
 
-        import httpx2
-
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            self._client = httpx2.AsyncClient(timeout=None)  # the scorer's limit is the only one
+            self._client = self._package.AsyncClient(
+                timeout=None
+            )  # the scorer's limit is the only one
             self._loop = loop
         return self._client
 

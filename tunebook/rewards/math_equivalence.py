@@ -38,17 +38,21 @@ class MathEquivalence:
                 "_target_: needs the package math-verify, which is not installed: "
                 "pip install 'tunebook[math]'"
             )
+        import math_verify  # here, so that no call pays for it with its time
+
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that limits are off
+        self._package = math_verify
 
     def __call__(self, completion: str, *, answer: Any) -> float:
-        import math_verify
-
         gold = str(answer).strip()
         marked = gold if _MARKED.search(gold) else f"${gold}$"
-        expected = math_verify.parse(marked, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        expected = self._parse(marked)
         if not expected or not gold or answer is None or isinstance(answer, bool):
             raise ValueError(f"the row's answer is {answer!r}, which holds no expression")
-        given = math_verify.parse(completion, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        given = self._parse(completion)
         if not given:
             return no_answer()
-        return float(math_verify.verify(expected, given, timeout_seconds=None))
+        return float(self._package.verify(expected, given, timeout_seconds=None))
+
+    def _parse(self, text: str) -> list[Any]:
+        return self._package.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
