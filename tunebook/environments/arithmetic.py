@@ -18,6 +18,8 @@ MOST_BITS = 1024
 """Of the numerator and of the denominator of any value on the way."""
 SHOWN_DIGITS = 10
 """Significant digits of a result that is no whole number."""
+SHOWN_DECIMALS = 4
+"""Digits behind the point that a large one has at least."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -45,10 +47,11 @@ def evaluate(expression: str) -> Fraction:
 
 
 def shown(value: Fraction) -> str:
-    """A value in decimal digits: all of a whole number, else `SHOWN_DIGITS` significant ones."""
+    """A value in decimal digits, all of a whole number, zeros at the end left out."""
     if value.denominator == 1:
         return str(value.numerator)
-    context = Context(prec=SHOWN_DIGITS)
+    whole = len(str(abs(value.numerator) // value.denominator))
+    context = Context(prec=max(SHOWN_DIGITS, whole + SHOWN_DECIMALS))
     quotient = context.divide(Decimal(value.numerator), Decimal(value.denominator))
     text = format(quotient, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -62,7 +62,8 @@ def observation_ids(
     template = _template(tokenizer)
     text = observation_text(template, messages, observation, num_prompt=num_prompt, tools=tools)
     codec = template.codec
-    last = int(completion[-1])
+    sampled = [int(token) for token in completion]
+    last = sampled[-1]
     if template.profile.turn_end.kind is TurnEndKind.eos:
         # The template marks no end; where the model gave one, the text stands behind it.
         end = str(tokenizer.eos_token)
@@ -70,7 +71,7 @@ def observation_ids(
             ids = codec.ids(end + text)
             if ids[:1] == [last]:
                 return ids[1:]
-        apart = codec.continuation("", [], text)
+        apart = codec.continuation(codec.decode(sampled), sampled, text)
         return list(codec.ids(text)) if apart is None else apart
     ids = list(codec.ids(text))
     end_ids = codec.ids(special_at_start(codec, text) or "")
