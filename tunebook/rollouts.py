@@ -99,7 +99,7 @@ class Rollout:
     completion: str
     """Text of the last turn without special tokens; empty where nothing was sampled."""
     stop_reason: StopReason
-    """Of the last completion."""
+    """Of the last completion; `length` where there is none."""
     ending: Ending
     num_turns: int
     """Completions."""
@@ -179,7 +179,7 @@ def sampling_seed(key: Sequence[int], *parts: int) -> int:
 
     Services take seeds as JSON numbers, which are exact up to there.
     """
-    text = json.dumps([list(key), list(parts)])
+    text = json.dumps([[int(number) for number in key], list(parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 11
 
 
@@ -212,16 +212,25 @@ def start_rollouts(
     Raises:
         BackendError: a prompt that fills `max_seq_len`.
     """
-    return PendingRollouts(
-        generator,
-        prompts,
-        params,
+    made = environments.start(len(prompts) * group_size) if environments else []
+    pending = PendingRollouts(
+        generator=generator,
+        params=params,
         group_size=group_size,
         key=tuple(key),
         max_seq_len=max_seq_len,
         tokenizer=tokenizer,
         environments=environments,
+        conversations=[
+            _Conversation(
+                prompt, position, made[position * group_size + number] if environments else None
+            )
+            for position, prompt in enumerate(prompts)
+            for number in range(group_size)
+        ],
     )
+    pending.begin()
+    return pending
 
 
 @dataclass(slots=True, eq=False)
@@ -278,39 +287,31 @@ class _Sampling:
     """Those of each prompt of the call."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class PendingRollouts:
-    """Rollouts whose first turn is being sampled."""
+    """Rollouts whose first turn is being sampled; the fields are the arguments of
+    `start_rollouts`."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        group_size: int,
-        key: tuple[int, ...],
-        max_seq_len: int,
-        tokenizer: PreTrainedTokenizerBase,
-        environments: Environments | None,
-    ) -> None:
-        self._generator = generator
-        self._params = params
-        self._key = key
-        self._max_seq_len = max_seq_len
-        self._tokenizer = tokenizer
-        self._environments = environments
-        self._group_size = group_size
-        made = environments.start(len(prompts) * group_size) if environments else []
-        self._conversations = [
-            _Conversation(
-                prompt, position, made[position * group_size + number] if environments else None
-            )
-            for position, prompt in enumerate(prompts)
-            for number in range(group_size)
-        ]
+    generator: Generator
+    params: SamplingParams
+    group_size: int
+    key: tuple[int, ...]
+    max_seq_len: int
+    tokenizer: PreTrainedTokenizerBase
+    environments: Environments | None
+    conversations: list[_Conversation]
+    """`[P * G]`, those of a prompt next to each other."""
+    samplings: list[_Sampling] = field(default_factory=list[_Sampling])
+    """Of the turn that is being sampled."""
+
+    def begin(self) -> None:
+        """Puts the prompts in place and submits the first turn."""
         try:
-            self._begin(prompts)
-            self._samplings = self._submit(self._active(), turn=1)
+            if self.environments is None:
+                self._put_prompts()
+            else:
+                self._reset(self.environments)
+            self.samplings = self._submit(self._active(), turn=1)
         except BaseException:
             self._finish_environments()
             raise
@@ -324,55 +325,52 @@ class PendingRollouts:
         """
         try:
             turn = 1
-            while self._samplings:
-                for sampling in self._samplings:
+            while self.samplings:
+                for sampling in self.samplings:
                     self._take_all(sampling)
-                if self._environments is not None:
-                    self._step(self._environments)
+                if self.environments is not None:
+                    self._step(self.environments)
                 turn += 1
-                self._samplings = self._submit(self._active(), turn=turn)
+                self.samplings = self._submit(self._active(), turn=turn)
         finally:
             self._finish_environments()
-        rollouts = [conversation.rollout() for conversation in self._conversations]
+        rollouts = [conversation.rollout() for conversation in self.conversations]
         return [
-            rollouts[first : first + self._group_size]
-            for first in range(0, len(rollouts), self._group_size)
+            rollouts[first : first + self.group_size]
+            for first in range(0, len(rollouts), self.group_size)
         ]
 
     def _active(self) -> list[_Conversation]:
-        return [each for each in self._conversations if each.ending is None]
+        return [each for each in self.conversations if each.ending is None]
 
     def _finish_environments(self) -> None:
-        if self._environments is not None:
-            self._environments.finish(
-                [each.environment for each in self._conversations if each.environment is not None]
+        if self.environments is not None:
+            self.environments.finish(
+                [each.environment for each in self.conversations if each.environment is not None]
             )
 
-    def _begin(self, prompts: Sequence[Prompt]) -> None:
-        if self._environments is None:
-            for position, conversation in enumerate(self._conversations):
-                self._put_prompt(conversation, conversation.prompt.messages, None)
-                if conversation.num_tokens >= self._max_seq_len:
-                    raise BackendError(
-                        f"prompt {position // self._group_size} has {conversation.num_tokens} "
-                        f"tokens, which leaves no room in max_seq_len={self._max_seq_len}"
-                    )
-            return
-        self._reset(self._environments)
+    def _put_prompts(self) -> None:
+        for conversation in self.conversations:
+            self._put_prompt(conversation, conversation.prompt.messages, None)
+            if conversation.num_tokens >= self.max_seq_len:
+                raise BackendError(
+                    f"prompt {conversation.position} has {conversation.num_tokens} tokens, which "
+                    f"leaves no room in max_seq_len={self.max_seq_len}"
+                )
 
     def _reset(self, environments: Environments) -> None:
         starts = [
             Start(
-                messages=list(each.prompt.messages),
+                messages=[dict(message) for message in each.prompt.messages],
                 columns=each.prompt.columns,
-                seed=sampling_seed(self._key, each.position),
+                seed=sampling_seed(self.key, each.position),
             )
-            for each in self._conversations
+            for each in self.conversations
         ]
-        made = [each.environment for each in self._conversations if each.environment is not None]
+        made = [each.environment for each in self.conversations if each.environment is not None]
         rendered: dict[str, IntArray] = {}
         for conversation, found in zip(
-            self._conversations, environments.reset(made, starts), strict=True
+            self.conversations, environments.reset(made, starts), strict=True
         ):
             if isinstance(found, Failure):
                 self._put_prompt(conversation, conversation.prompt.messages, None)
@@ -380,19 +378,19 @@ class PendingRollouts:
                 continue
             tokens = None
             if list(found) != list(conversation.prompt.messages):
-                text = json.dumps(list(found))
+                text = repr(list(found))
                 if text not in rendered:
                     rendered[text] = self._rendered(found, environments.tools)
                 tokens = rendered[text]
             self._put_prompt(conversation, found, tokens)
-            if conversation.num_tokens >= self._max_seq_len:
+            if conversation.num_tokens >= self.max_seq_len:
                 conversation.fail(
                     f"its first messages are {conversation.num_tokens} tokens, which leaves no "
-                    f"room in max_seq_len={self._max_seq_len}"
+                    f"room in max_seq_len={self.max_seq_len}"
                 )
 
     def _rendered(self, messages: Sequence[Message], tools: Tools) -> IntArray:
-        return np.asarray(render_prompt(messages, self._tokenizer, tools), np.int32)
+        return np.asarray(render_prompt(messages, self.tokenizer, tools), np.int32)
 
     def _put_prompt(
         self, conversation: _Conversation, messages: Sequence[Message], tokens: IntArray | None
@@ -411,20 +409,20 @@ class PendingRollouts:
             together.setdefault((conversation.position, own), []).append(conversation)
         calls: dict[tuple[int, int], list[list[_Conversation]]] = {}
         for members in together.values():
-            room = self._max_seq_len - members[0].num_tokens
-            max_tokens = min(self._params.max_tokens, room)
+            room = self.max_seq_len - members[0].num_tokens
+            max_tokens = min(self.params.max_tokens, room)
             calls.setdefault((max_tokens, len(members)), []).append(members)
         return [
             _Sampling(
-                self._generator.sample(
+                self.generator.sample(
                     [
                         np.concatenate([each.tokens for each in members[0].segments]).tolist()
                         for members in conversations
                     ],
                     replace(
-                        self._params,
+                        self.params,
                         max_tokens=max_tokens,
-                        seed=sampling_seed(self._key, turn, max_tokens, num_samples),
+                        seed=sampling_seed(self.key, turn, max_tokens, num_samples),
                     ),
                     num_samples,
                 ),
@@ -460,7 +458,7 @@ class PendingRollouts:
         conversation.completion = completion
         conversation.num_turns += 1
         tokens = list(map(int, completion.tokens))
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         assert isinstance(text, str)
         conversation.text = text
         if conversation.environment is None:
@@ -503,14 +501,14 @@ class PendingRollouts:
 
     def _observe(self, conversation: _Conversation, step: Step, tools: Tools) -> None:
         ids = observation_ids(
-            self._tokenizer,
+            self.tokenizer,
             conversation.messages,
             step.messages,
             num_prompt=conversation.num_prompt,
             completion=conversation.segments[-1].tokens.tolist(),
             tools=tools,
         )
-        if conversation.num_tokens + len(ids) >= self._max_seq_len:
+        if conversation.num_tokens + len(ids) >= self.max_seq_len:
             conversation.ending = Ending.MAX_SEQ_LEN
             return
         conversation.segments.append(Segment(np.asarray(ids, np.int32), None, None))
@@ -519,9 +517,9 @@ class PendingRollouts:
     def _answer_text(self, completion: Completion) -> str:
         """The text of a turn without its end, special tokens kept: some models call tools so."""
         tokens = list(map(int, completion.tokens))
-        if tokens[-1] in self._tokenizer.all_special_ids:
+        if tokens[-1] in self.tokenizer.all_special_ids:
             tokens = tokens[:-1]
-        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
         assert isinstance(text, str)
         return text
 
@@ -531,7 +529,7 @@ class PendingRollouts:
         assert completion is not None
         if completion.stop_reason is StopReason.STOP:
             return Ending.FINISHED
-        if conversation.num_tokens >= self._max_seq_len:
+        if conversation.num_tokens >= self.max_seq_len:
             return Ending.MAX_SEQ_LEN
         return Ending.MAX_NEW_TOKENS
 

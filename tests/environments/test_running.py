@@ -265,7 +265,7 @@ def test_what_is_no_environment_is_refused(environments):
     class Nothing:
         tools = None
 
-    with pytest.raises(ConfigError, match="no method reset"):
+    with pytest.raises(ConfigError, match="has no reset"):
         environments(Nothing)
 
 

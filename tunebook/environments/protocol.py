@@ -1,13 +1,18 @@
 """What answers a model between its turns.
 
 An environment is a class that a config names; every rollout gets an instance of its own, so state
-is plain attributes. The loop in `tunebook.rollouts` calls it so:
+is plain attributes. Making one takes nothing that has to be freed, that is for `reset`: one more is
+made to ask it for its tools. The loop in `tunebook.rollouts` calls it so:
 
 1. `reset(start)` gives the messages that the model answers first, most often those of the row.
 2. The model samples a turn. `step(turn)` reads it and gives the messages that follow (a tool's
    result, a user's reply), or says that the conversation is over.
 3. So on until a step is `done`, the model has had `max_turns` turns, or no room is left.
 4. `close()`, however it ended.
+
+A config file for it begins with `defaults: [base]` for the limits `max_turns`, `timeout_s` and
+`max_concurrency`; all other keys are arguments of the class. `rollout.max_new_tokens` holds for each
+turn, `max_seq_len` for the conversation.
 
 What the model sampled is never changed, nor tokenised again: the messages of a step are rendered
 behind it with the model's chat template (see `tunebook.render.turns`), and carry no loss.

@@ -136,10 +136,10 @@ class Environments:
 
     def _made(self) -> Environment:
         environment = self._make()
-        for method in ("reset", "step", "close"):
-            if not callable(getattr(environment, method, None)):
+        for name in ("tools", "reset", "step", "close"):
+            if not hasattr(environment, name):
                 raise ConfigError(
-                    f"environment {self.name}: has no method {method}; derive it from "
+                    f"environment {self.name}: has no {name}; derive it from "
                     "tunebook.environments.Environment"
                 )
         return environment
@@ -161,15 +161,7 @@ class Environments:
             self._check_messages(step.messages, "step")
 
     def _check_messages(self, messages: Any, method: str) -> None:
-        good = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages)
-        if good:
-            good = all(
-                isinstance(each, dict)
-                and isinstance(each.get("role"), str)
-                and isinstance(each.get("content"), str)
-                for each in messages
-            )
-        if not good:
+        if not _are_messages(messages):
             raise ConfigError(
                 f"environment {self.name}: {method} gave {str(messages)[:80]!r} as messages; they "
                 "are a list, not empty, of dicts with the strings `role` and `content`"
@@ -216,6 +208,17 @@ class Environments:
             # Not waited for: it may hold on to its cancellation, and nobody reads its result.
             task.cancel()
             return Failure(f"took longer than environment.timeout_s={self._timeout_s:g}")
+
+
+def _are_messages(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(
+        isinstance(each, dict)
+        and isinstance(each.get("role"), str)
+        and isinstance(each.get("content"), str)
+        for each in value
+    )
 
 
 def build_environments(node: Mapping[str, Any]) -> Environments:
