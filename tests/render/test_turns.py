@@ -215,7 +215,7 @@ def test_the_check_says_what_a_template_lacks():
     check_turns(load_tokenizer(TINY), [TOOL])
     check_turns(byte_level(TOOLS), [TOOL])
     for template in (CHATML, INSTRUCT):
-        with pytest.raises(ConfigError, match=r"environment: tools .*does not show the tools"):
+        with pytest.raises(ConfigError, match=r"environment: tools .*described_in=system_mess"):
             check_turns(byte_level(template), [TOOL])
     hides = TOOLS.replace("m.content }}", "('' if m.role == 'tool' else m.content) }}")
     with pytest.raises(ConfigError, match=r"environment: messages.2.*does not show tool results"):

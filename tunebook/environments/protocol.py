@@ -11,8 +11,8 @@ made to ask it for its tools. The loop in `tunebook.rollouts` calls it so:
 4. `close()`, however it ended.
 
 A config file for it begins with `defaults: [base]` for the limits `max_turns`, `timeout_s` and
-`max_concurrency`; all other keys are arguments of the class. `rollout.max_new_tokens` holds for each
-turn, `max_seq_len` for the conversation.
+`max_concurrency`; all other keys are arguments of the class. `rollout.max_new_tokens` holds for
+each turn, `max_seq_len` for the conversation.
 
 What the model sampled is never changed, nor tokenised again: the messages of a step are rendered
 behind it with the model's chat template (see `tunebook.render.turns`), and carry no loss.

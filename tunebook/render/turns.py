@@ -108,8 +108,14 @@ def observation_text(
     try:
         text = read_conversation(template, whole, tools, generation_prompt=True).text
     except Unusable as problem:
+        way_out = ""
+        if problem.field == "tools":
+            way_out = (
+                " An environment can also describe them in its first messages, as "
+                "environment.described_in=system_message does for the calculator."
+            )
         raise ConfigError(
-            f"environment: {problem.field} of the conversation: {problem.reason}"
+            f"environment: {problem.field} of the conversation: {problem.reason}{way_out}"
         ) from problem
     end = _end_of_turn(template, text, word, after_call=num_results > 0)
     if end is None:
