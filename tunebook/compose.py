@@ -28,7 +28,7 @@ from tunebook.composition_errors import (
     is_composition_error,
     recipe_keys,
 )
-from tunebook.config import DataConfig, RecipeConfig
+from tunebook.config import DataConfig, GRPOConfig, RecipeConfig
 from tunebook.config_checks import check_ranges
 from tunebook.errors import ConfigError, RunError, TunebookError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
@@ -92,6 +92,8 @@ def parse(config: DictConfig, recipe: str) -> RecipeConfig:
                 f"{field.name} has no value; give one, or {field.name}=null where it is optional"
             )
     parsed.tracker = parsed.tracker or None
+    if isinstance(parsed, GRPOConfig):
+        parsed.environment = parsed.environment or None
     _make_paths_absolute(parsed)
     check_ranges(parsed)
     return parsed

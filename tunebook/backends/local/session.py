@@ -482,7 +482,7 @@ def check_data(data: Sequence[Datum], base: BaseModel, max_seq_len: int | None) 
         max_seq_len: of the model, tokens; None = not known.
 
     Raises:
-        BackendError: a row is too long, or of another tokenizer.
+        BackendError: a row is too long, of another tokenizer, or has no good temperature.
     """
     for row, datum in enumerate(data):
         if max_seq_len is not None and datum.num_scored > max_seq_len:
@@ -494,6 +494,12 @@ def check_data(data: Sequence[Datum], base: BaseModel, max_seq_len: int | None) 
             raise BackendError(
                 f"row {row} holds a token id outside 0..{base.vocab_size - 1}: the tokenizer does "
                 f"not belong to {base.name}"
+            )
+        temperature = datum.columns.get("temperature", 1.0)
+        if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+            raise BackendError(
+                f"row {row} has the temperature {temperature!r}; the column `temperature` is one "
+                "number above 0"
             )
 
 
