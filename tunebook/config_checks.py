@@ -105,6 +105,12 @@ def _check_pairs(config: RecipeConfig) -> None:
             "begins a new one from its weights"
         )
     if isinstance(config, SFTConfig):
+        if config.normalization.kind is Normalization.prompt_mean:
+            raise ConfigError(
+                "normalization.kind=prompt_mean is a mean over the completions of a prompt, of "
+                "which this recipe has one. Use token_mean, sequence_mean, fixed_horizon or "
+                "token_sum"
+            )
         fixed = config.normalization.kind is Normalization.fixed_horizon
         horizon = config.normalization.horizon
         if fixed and (horizon is None or horizon < 1):
