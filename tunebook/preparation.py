@@ -257,6 +257,15 @@ def _rendered_side(
         )
 
 
+def kept_rows(
+    rows: PreparedRows, train_data: RenderedRows, eval_data: RenderedRows | None
+) -> list[Row]:
+    """The eval rows that can be used, or the train rows where there is no eval split."""
+    if eval_data is not None:
+        return [rows.eval[row] for row in eval_data.report.kept_rows]
+    return [rows.train[row] for row in train_data.report.kept_rows]
+
+
 def frozen_tokens(run: RunDir, side: Side) -> Path:
     """Where a run keeps the rendered data of one side."""
     return run.data_dir / "tokens" / side.value

@@ -194,7 +194,8 @@ def _conversation_data(job: _Job, row: Row) -> Fit:
 def _pair_data(job: _Job, row: Row) -> Fit:
     blanks_allowed = job.settings.on_blank_answer is OnBlankAnswer.end_token
     pair = place_pair(job.template, job.codec, row, blanks_allowed=blanks_allowed)
-    return fit_pair(pair, job.settings, bos_id=job.codec.tokenizer.bos_token_id)
+    bos_id = job.codec.tokenizer.bos_token_id
+    return fit_pair(pair, job.settings, bos_id=bos_id if isinstance(bos_id, int) else None)
 
 
 def _prompt_data(job: _Job, row: Row) -> Fit:
