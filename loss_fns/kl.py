@@ -61,9 +61,9 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
         reference_logprobs: `[B, T]` f.
     """
     logratio = reference_logprobs - logprobs
-    curved = logratio.clamp(max=MAX_LOG_RATIO)
     # expm1: near 0 the difference of e^x and 1 + x is far below the rounding of either.
-    return torch.expm1(curved) + math.exp(MAX_LOG_RATIO) * (logratio - curved) - logratio
+    curved = torch.expm1(logratio.clamp(max=MAX_LOG_RATIO)) - logratio
+    return curved + math.exp(MAX_LOG_RATIO) * torch.relu(logratio - MAX_LOG_RATIO)
 
 
 ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}

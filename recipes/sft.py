@@ -22,6 +22,7 @@ from tunebook.compose import build, build_function
 from tunebook.config import SFTConfig
 from tunebook.data.rows import Kind
 from tunebook.evaluate import NLL_METRICS, Monitor, choose_monitor, evaluate_nll
+from tunebook.losses import check_loss
 from tunebook.opening import check_backend, open_checkpoint, open_session
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, mix, step_rows, steps
 from tunebook.planning import (
@@ -102,6 +103,7 @@ def prepare(config: SFTConfig) -> Task:
     """
     loss_fn = build_function(config.loss, key="loss")
     check_columns(loss_fn, COLUMNS, recipe="sft")
+    check_loss(loss_fn)
     monitor = choose_monitor(config.eval, available=NLL_METRICS, default="eval/loss")
     trainable_parameters = check_backend(config)
     tracker = build(config.tracker, key="tracker") if config.tracker else None

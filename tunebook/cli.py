@@ -138,6 +138,41 @@ def _merge(
         print("The output head was adapted, so it is no longer tied to the input embedding.")
 
 
+@app.command("losses")
+def _losses(as_json: AsJson = False) -> None:
+    """List the losses: what each reads and takes, and the recipes it fits.
+
+    Choose one with loss=NAME and set what it takes with loss.PARAMETER=VALUE. One of your own is
+    loss._target_=my_package.my_loss, a function of log-probs and named columns like these.
+    """
+    from dataclasses import asdict
+
+    from tunebook.display import make_console
+    from tunebook.loss_listing import list_losses
+    from tunebook.text_tables import columns_fit, print_columns
+
+    losses = list_losses({name: _recipe_module(name).COLUMNS for name in recipe_names()})
+    if as_json:
+        _print_json([asdict(loss) for loss in losses])
+        return
+    columns = {
+        "loss": [loss.name for loss in losses],
+        "recipe": [", ".join(loss.recipes) for loss in losses],
+        "parameters": [
+            " ".join(f"{name}={value}" for name, value in loss.parameters.items())
+            for loss in losses
+        ],
+        "columns": [", ".join(loss.columns) for loss in losses],
+        "what it is": [loss.summary for loss in losses],
+    }
+    layouts = [columns]
+    for heading in ("columns", "what it is"):
+        layouts.append({key: cells for key, cells in layouts[-1].items() if key != heading})
+    console = make_console()
+    fitting = next((one for one in layouts if columns_fit(console, one)), layouts[-1])
+    print_columns(console, fitting)
+
+
 @runs_app.command("list")
 def _list(root: Root = Path("runs"), as_json: AsJson = False) -> None:
     """List the runs of a folder; a narrow terminal gets fewer columns, a pipe all of them."""

@@ -5,7 +5,6 @@ splitting and a partial last batch cannot change the objective.
 Legend: N data of the step, T scored tokens (ragged over N).
 """
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -46,9 +45,9 @@ def prompt_mean(masks: Sequence[FloatArray], *, groups: Sequence[Hashable]) -> l
         masks: N arrays `[T]`.
         groups: N keys; data of the same prompt have the same one.
     """
-    totals: Counter[Hashable] = Counter()
+    totals: dict[Hashable, float] = {}
     for mask, group in zip(masks, groups, strict=True):
-        totals[group] += _total([mask])
+        totals[group] = totals.get(group, 0.0) + _total([mask])
     num_supervised = len({group for mask, group in zip(masks, groups, strict=True) if mask.any()})
     return [
         _scaled(mask, totals[group] * num_supervised)
