@@ -52,7 +52,12 @@ class PairBackend(FakeBackend):
         self.steps = []
         self.scored = 0
         self.scale = 1.0
-        self.step_metrics = {"loss": 0.5, "margin": 0.1, "chosen_logprob": -2, "rejected_logprob": -3}
+        self.step_metrics = {
+            "loss": 0.5,
+            "margin": 0.1,
+            "chosen_logprob": -2,
+            "rejected_logprob": -3,
+        }
 
     def open_session(self, name, lora, *, directory, restore=None, with_optimizer=True):
         session = super().open_session(
@@ -237,9 +242,7 @@ def test_only_pairs_can_have_their_prompt_cut(configure, tmp_path):
     rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(4)]
     path = write_pairs(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ConfigError, match="truncate_prompt: is for preference pairs only"):
-        sft.prepare(
-            configure(recipe="sft", data__path=path, data__on_long_row="truncate_prompt")
-        )
+        sft.prepare(configure(recipe="sft", data__path=path, data__on_long_row="truncate_prompt"))
 
 
 # What cannot run is refused while preparing.
@@ -313,9 +316,9 @@ def own_loss(logprobs, *, token_weights, pair_weights, beta):
 
 def reference_of(run):
     folder = run.data_dir / "reference"
-    return {
-        path.stem: np.load(path) for path in sorted(folder.glob("*.npy"))
-    }, json.loads((folder / "reference.json").read_text())
+    return {path.stem: np.load(path) for path in sorted(folder.glob("*.npy"))}, json.loads(
+        (folder / "reference.json").read_text()
+    )
 
 
 def test_the_reference_is_scored_once_over_both_sides(configure):
