@@ -56,7 +56,7 @@ def experiments(recipe):
     return [name for name in group_files("experiment") if name.partition("_")[0] not in others]
 
 
-@pytest.mark.parametrize(("recipe", "group"), itertools.product(["sft", "dpo"], GROUPS))
+@pytest.mark.parametrize(("recipe", "group"), list(itertools.product(["sft", "dpo"], GROUPS)))
 def test_every_file_composes(recipe, group):
     names = experiments(recipe) if group == "experiment" else group_files(group)
     for name in names:

@@ -182,6 +182,7 @@ def configured_dpo(tmp_path, smollm2, /, **overrides):
         "runs_dir": str(tmp_path / "runs"),
         "data.limit": 120,
         "eval.fraction": 0.5,
+        "data.on_long_row": "truncate_prompt",
         "max_seq_len": 512,
         "plan.batch_size": 10,
         "plan.epochs": 2,

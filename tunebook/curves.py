@@ -123,8 +123,8 @@ def plot_curves(
     axes[0].set_ylabel("loss (nats per token)" if per_token else "loss")
     axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
     if second is not None:
-        points = [finite(history(plain, f"{side}/{second}")) for side in ("train", "eval")]
-        _draw(axes[1], second, *points, None)
+        in_training = finite(history(plain, f"train/{second}"))
+        _draw(axes[1], second, in_training, finite(history(plain, f"eval/{second}")), None)
         axes[1].set_ylabel(second)
     if rates:
         axes[-1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)

@@ -89,6 +89,8 @@ def test_micro_batches_change_nothing(unbroken, tmp_path, micro_batch_tokens):
     assert run.metrics()[0]["train/loss"] == pytest.approx(LN2, abs=1e-3)
     for ours, theirs in zip(run.metrics(), unbroken.metrics(), strict=True):
         for name in PAIR_KEYS:
+            if name == "accuracy" and ours["step"] == 1:
+                continue  # of equal policies, rounding decides
             assert ours[f"train/{name}"] == pytest.approx(theirs[f"train/{name}"], abs=1e-4), name
     assert run.history("eval/loss")[-1][1] == pytest.approx(
         unbroken.history("eval/loss")[-1][1], abs=1e-5
@@ -159,7 +161,7 @@ def test_the_prompt_of_a_pair_is_computed_once(tmp_path, monkeypatch):
         shared = int(np.argmax(chosen[: len(rejected)] != rejected[: len(chosen)]))
         assert shared > 30
         expected += len(chosen) + len(rejected) - shared
-    scored, trained = counts
+    scored, trained = counts[-2:]  # before them, the engine was compared with the model's own code
     assert trained == expected
     assert scored <= expected  # prompts that begin alike may share more, without a backward pass
 
@@ -278,14 +280,15 @@ def learned(tmp_path_factory):
 
 
 def test_it_learns_to_tell_right_sums_from_near_misses(learned):
-    """Held-out accuracy from one half, of a policy that is its own reference, to above 0.85."""
+    """Held-out accuracy from one half, as every policy beside itself has, to above 0.85."""
     assert learned.metrics()[0]["train/loss"] == pytest.approx(LN2, abs=1e-3)
-    assert learned.metrics()[0]["train/accuracy"] == pytest.approx(0.5, abs=0.2)
     best = learned.record.evaluation.best_step
     [row] = [row for row in learned.metrics() if row["step"] == best]
     assert row["eval/accuracy"] > 0.85
-    assert row["eval/margin"] > 0.3
-    assert row["eval/loss"] < 0.6
+    assert row["eval/margin"] > 0.8
+    assert row["eval/loss"] < 0.5
+    # Preferring is not forgetting: the chosen answers are about as likely as before.
+    assert row["eval/chosen_logprob"] > learned.metrics()[0]["train/chosen_logprob"] - 1.5
     assert len(learned.samples()) == 2
 
 
@@ -386,7 +389,7 @@ def test_a_dry_run_estimates_and_inspect_shows_both_sides(tmp_path):
     process = start("recipes.dpo", *SMALL, "dry_run=true", cwd=tmp_path)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert "GiB peak memory" in out and "one step of 16 rows" in out
+    assert "GiB peak memory" in out and "one step of 16 rows" in " ".join(out.split())
     process = start(
         "tunebook.cli", "inspect", "--recipe", "dpo", "--limit", "1", *SMALL, cwd=tmp_path
     )

@@ -199,7 +199,10 @@ def _pair_data(job: _Job, row: Row) -> Fit:
 
 
 def _prompt_data(job: _Job, row: Row) -> Fit:
-    return fit_prompt(place_prompt(job.template, job.codec, row.messages, row.tools), job.settings)
+    prompt = place_prompt(job.template, job.codec, row.messages, row.tools)
+    if not prompt.tokens:
+        raise Unusable("prompt", "is empty, so there is nothing to sample an answer from")
+    return fit_prompt(prompt, job.settings)
 
 
 _DATA_OF_KIND = {

@@ -23,7 +23,7 @@ class PlacedPrompt:
     """The tokens of a prompt."""
 
     tokens: list[int]
-    """`[N]`, at least one."""
+    """`[N]`"""
     fixes: frozenset[Fix]
 
 
@@ -39,7 +39,7 @@ def place_prompt(
         tools: that it offers.
 
     Raises:
-        Unusable: the template cannot render these messages, or nothing is left of them.
+        Unusable: the template cannot render these messages.
     """
     fixes: frozenset[Fix] = frozenset()
     if template is None:
@@ -48,8 +48,6 @@ def place_prompt(
         turns = [Turn(message, 1.0, i) for i, message in enumerate(messages)]
         conversation = read_conversation(template, turns, tools, generation_prompt=True)
         tokens, fixes = list(codec.ids(conversation.text)), conversation.fixes
-    if not tokens:
-        raise Unusable("prompt", "is empty, so there is nothing to sample an answer from")
     return PlacedPrompt(tokens, fixes)
 
 
@@ -61,7 +59,7 @@ def render_prompt(
     Without a chat template the messages are plain text.
 
     Raises:
-        DataError: the template cannot render these messages, or nothing is left of them.
+        DataError: the template cannot render these messages.
     """
     template = None if tokenizer.chat_template is None else chat_template_of(tokenizer)
     codec = Codec(tokenizer) if template is None else template.codec
