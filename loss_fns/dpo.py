@@ -118,7 +118,7 @@ def dpo_robust(
     """DPO unbiased under flipped labels.
 
     `(-(1 - eps) log sigmoid(beta d) + eps log sigmoid(-beta d)) / (1 - 2 eps)`, which may be
-    negative. Source: robust DPO, arXiv:2403.00409, equation 9.
+    negative. Source: robust DPO, arXiv:2403.00409, and TRL's `robust`.
 
     Args:
         logprobs: see the module, like the other arguments.
@@ -145,8 +145,8 @@ def dpo_hinge(
 ) -> LossAndMetrics:
     """The hinge loss on the same margin, `max(0, 1 - beta d)`.
 
-    Source: SLiC-HF, arXiv:2305.10425, equation 2, on log-ratios to the reference as in RSO,
-    arXiv:2309.06657, section 3.
+    Source: the hinge of SLiC-HF, arXiv:2305.10425, on log-ratios to the reference, which is the
+    hinge-norm loss of RSO, arXiv:2309.06657.
 
     Args:
         logprobs: see the module, like the other arguments.
@@ -193,7 +193,8 @@ def dpo_sigmoid_norm(
 ) -> LossAndMetrics:
     """DPO on averages over tokens, `-log sigmoid(beta d/len)`.
 
-    Source: Tulu 3, arXiv:2411.15124, equation 6, with beta 5: averages are smaller than sums.
+    Source: the length-normalised DPO of Tulu 3, arXiv:2411.15124, with beta 5: averages are smaller
+    than sums.
 
     Args:
         logprobs: see the module, like the other arguments.
@@ -299,7 +300,7 @@ def nca_pair(
     """Noise contrast for each completion by itself, which keeps the chosen log-prob from falling.
 
     `-log sigmoid(beta D_c) - log sigmoid(-beta D_c) / 2 - log sigmoid(-beta D_r) / 2`.
-    Source: NCA, arXiv:2402.05369, the pairwise loss of section 4.
+    Source: NCA, arXiv:2402.05369, section 4, for pairs as in TRL's `nca_pair`.
 
     Args:
         logprobs: see the module, like the other arguments.

@@ -44,9 +44,8 @@ def importance_sampling(
 ) -> LossAndMetrics:
     """The policy gradient with its off-policy correction, `-r A`, unclipped.
 
-    Source: REINFORCE with importance weights per token, as in IMPALA without truncation,
-    arXiv:1802.01561, section 4.2. The same on all services but for the divisor; xorl and Fireworks
-    cap the log-ratio at 20 as well.
+    Source: the surrogate that PPO clips, arXiv:1707.06347, equation 6. The same on all services but
+    for the divisor; xorl and Fireworks cap the log-ratio at 20 as well.
 
     Args:
         logprobs: see the module, like the columns.
@@ -135,8 +134,8 @@ def gspo(
     s_t = sg(s) e^(p - sg(p)), whose value is s and whose gradient is that of its own log-prob, so
     advantages may differ within a row: `-min(s_t A, clamp(s_t, clip_low, clip_high) A)`.
 
-    Source: GSPO-token, arXiv:2507.18071, equations 13 to 15; for equal advantages in a row it is
-    GSPO, equation 5. Its clips are far narrower than PPO's: 3e-4 below and 4e-4 above 1. Tinker
+    Source: GSPO-token, arXiv:2507.18071, section 4.3; for equal advantages in a row it is GSPO,
+    equation 5. Its clips are far narrower than PPO's: 3e-4 below and 4e-4 above 1. Tinker
     marks the tokens by `sequence_ratio_mask`, here they are those of weight other than 0.
 
     Args:
@@ -245,9 +244,10 @@ def dro(
 ) -> LossAndMetrics:
     """The policy gradient with a quadratic pull to the sampler, `-(p A - beta/2 (p - q)^2)`.
 
-    Source: direct reward optimisation, arXiv:2405.19107, equation 4, with the advantage in place of
-    reward minus value, and per token. Together has no default for beta, Baseten and Fireworks take
-    0.05. Fireworks applies the pull only where A is not 0, unlike its documentation, Tinker and us.
+    Source: direct reward optimisation, arXiv:2405.19107, with the advantage in place of reward
+    minus value, and per token as on Tinker. Together has no default for beta, Baseten and Fireworks
+    take 0.05. Fireworks applies the pull only where A is not 0, unlike its documentation, Tinker
+    and us.
 
     Args:
         logprobs: see the module, like the columns.

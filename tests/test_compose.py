@@ -47,7 +47,7 @@ def test_defaults_compose_to_the_schema():
     assert config.lora is not None and config.lora.to_lora().scale == 2.0
 
 
-GROUPS = ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"]
+GROUPS = ["backend", "model", "data", "tracker", "experiment", "sweep"]
 
 
 def experiments(recipe):
@@ -62,6 +62,13 @@ def test_every_file_composes(recipe, group):
     for name in names:
         if name != "base":
             compose(recipe, [f"{group}={name}"])
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo"])
+def test_every_loss_composes_with_every_recipe(recipe):
+    """Whether it fits is said by `prepare`; see `test_losses.py`."""
+    for name in group_files("loss"):
+        assert compose(recipe, [f"loss={name}"]).loss["_target_"].startswith("loss_fns.")
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo"])
@@ -189,6 +196,7 @@ def test_help_of_dpo():
         ("early_stopping.patience=0", ["early_stopping.patience=0"]),
         ("normalization.kind=fixed_horizon", ["normalization.horizon"]),
         ("normalization.horizon=5", ["normalization.horizon=5", "fixed_horizon"]),
+        ("normalization.kind=prompt_mean", ["normalization.kind=prompt_mean", "token_mean"]),
         ("model=nosuch", ["model=nosuch", "smollm2_135m"]),
         ("model=qwen", ["model=qwen", "Did you mean model=qwen3_0_6b?"]),
         ("name=a=b", ["could not be read", "name='a=b'"]),

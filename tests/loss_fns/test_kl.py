@@ -96,6 +96,13 @@ def test_a_small_divergence_is_not_lost_to_rounding():
     assert (k3(p, p) == 0).all()
 
 
+def test_the_gradient_near_the_reference_is_right_in_float32():
+    """1 - e^(2^-10), with the absolute rounding of 1 in float32."""
+    p = torch.tensor([-1.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(k3(p, p.detach() + 2.0**-10).sum(), p)
+    assert gradient.item() == pytest.approx(-math.expm1(2**-10), abs=2e-7)
+
+
 def test_the_term_is_weighted_and_added():
     """Two tokens at beta 0.5 and weights 1/4, 1/2: 0.5 (0.25 k_1 + 0.5 k_2) beside the loss."""
     columns = {
