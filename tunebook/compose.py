@@ -58,7 +58,9 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
     except Exception as error:
         raise explain_composition_error(error, recipe) from error
     for key, value in values.items():
-        free = key in ("loss", "tracker", "environment") or FREE_SECTION.match(f"{key}=") is not None
+        free = (
+            key in ("loss", "tracker", "environment") or FREE_SECTION.match(f"{key}=") is not None
+        )
         _update(config, key, value, recipe, add=free)
     resume = config.get("resume")
     if resume:

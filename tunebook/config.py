@@ -178,8 +178,9 @@ class DataConfig(SourceConfig):
     on_bad_row: OnBadRow = MISSING
     """fail = refuse with every located problem; skip = leave such rows out, counted and listed."""
     on_long_row: OnLongRow = MISSING
-    """truncate = cut on the right (no end token is invented), truncate_prompt = cut the prompt on
-    the left (preference pairs only), skip, or error."""
+    """truncate = cut on the right (no end token is invented); truncate_prompt = cut both prompts of
+    a preference pair on the left; skip; error. A pair that keeps no answer on one side, and a
+    prompt to sample from that is too long, are left out rather than cut."""
     on_blank_answer: OnBlankAnswer = MISSING
     """error = a bad row; end_token = supervise only the end of the turn."""
     id_column: str | None = None

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tunebook.config import Normalization, OptimizerKind, RecipeConfig, SFTConfig
+from tunebook.config import (
+    DPOConfig,
+    Mask,
+    Normalization,
+    OptimizerKind,
+    RecipeConfig,
+    SFTConfig,
+)
 from tunebook.errors import ConfigError
 
 # key -> (lowest, highest, whether the highest itself is allowed)
@@ -69,6 +76,8 @@ def check_ranges(config: RecipeConfig) -> None:
     if config.lora is not None:
         _check_lora(config)
     _check_pairs(config)
+    if isinstance(config, DPOConfig):
+        _check_preferences(config)
 
 
 def _check_lora(config: RecipeConfig) -> None:
@@ -121,6 +130,20 @@ def _check_pairs(config: RecipeConfig) -> None:
             raise ConfigError(
                 f"normalization.horizon={horizon} is read by normalization.kind=fixed_horizon only"
             )
+
+
+def _check_preferences(config: DPOConfig) -> None:
+    if config.lora is not None and config.lora.dropout > 0:
+        raise ConfigError(
+            f"lora.dropout={config.lora.dropout}: must be 0 for this recipe. The loss compares the "
+            "policy with its own start, token by token, and dropout would make that difference "
+            "noise: the first loss would not be that of equal policies"
+        )
+    if config.data.mask is not Mask.all_assistant:
+        raise ConfigError(
+            f"data.mask={config.data.mask}: must be all_assistant for this recipe, which compares "
+            "whole answers"
+        )
 
 
 def _value(config: Any, key: str) -> Any:

@@ -20,6 +20,8 @@ _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of the braille dot at [column][row] of a character cell."""
 TRAIN_LOSS, EVAL_LOSS, LEARNING_RATE = "train/loss", "eval/loss", "train/learning_rate"
+SECOND_METRICS = ("reward", "accuracy")
+"""What is drawn below the loss, where it was recorded; the first of them."""
 
 
 def sparkline(values: Sequence[float], *, width: int = 40, unicode: bool = True) -> str:
@@ -97,7 +99,7 @@ def curve_of_run(rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
 def plot_curves(
     rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, best_step: int | None = None
 ) -> Path:
-    """Writes a PNG of loss, evaluation and learning rate over steps, and returns its path.
+    """Writes a PNG of loss, reward or accuracy, and learning rate over steps; returns its path.
 
     Args:
         rows: metrics of a run, one dict a step.
@@ -111,16 +113,24 @@ def plot_curves(
     train = finite(history(plain, TRAIN_LOSS))
     evals = finite(history(plain, EVAL_LOSS))
     rates = finite(history(plain, LEARNING_RATE))
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    heights = [3, 1] if rates else [1]
+    recorded = {key for row in plain for key in row}
+    second = next((name for name in SECOND_METRICS if f"train/{name}" in recorded), None)
+    figure = Figure(figsize=(8, 5 if second is None else 7), dpi=150, layout="constrained")
+    heights = [3, *([2] if second else []), *([1] if rates else [])]
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    _draw_losses(axes[0], train, evals, best_step)
+    per_token = any("eval/perplexity" in row for row in plain)
+    _draw(axes[0], "loss", train, evals, best_step)
+    axes[0].set_ylabel("loss (nats per token)" if per_token else "loss")
     axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
+    if second is not None:
+        in_training = finite(history(plain, f"train/{second}"))
+        _draw(axes[1], second, in_training, finite(history(plain, f"eval/{second}")), None)
+        axes[1].set_ylabel(second)
     if rates:
-        axes[1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)
-        axes[1].set_ylabel("learning rate")
-        axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-        axes[1].set_ylim(bottom=0)
+        axes[-1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)
+        axes[-1].set_ylabel("learning rate")
+        axes[-1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        axes[-1].set_ylim(bottom=0)
     for one in axes:
         one.grid(alpha=0.25, linewidth=0.6)
         one.spines[["top", "right"]].set_visible(False)
@@ -139,9 +149,12 @@ def smoothed(points: Sequence[Point], window: int) -> list[Point]:
     ]
 
 
-def _draw_losses(axes: Axes, train: list[Point], evals: list[Point], best_step: int | None) -> None:
+def _draw(
+    axes: Axes, name: str, train: list[Point], evals: list[Point], best_step: int | None
+) -> None:
+    """Draws what a metric was in training and in evaluations, the best of them marked."""
     if train:
-        axes.plot(*zip(*train, strict=True), color="#93c5fd", linewidth=1.0, label="train loss")
+        axes.plot(*zip(*train, strict=True), color="#93c5fd", linewidth=1.0, label=f"train {name}")
     if len(train) >= 20:
         calm = smoothed(train, max(len(train) // 20, 2))
         axes.plot(*zip(*calm, strict=True), color="#1d4ed8", linewidth=1.6, label="train, smoothed")
@@ -152,7 +165,7 @@ def _draw_losses(axes: Axes, train: list[Point], evals: list[Point], best_step: 
             linewidth=1.4,
             marker="o",
             markersize=5,
-            label="eval loss",
+            label=f"eval {name}",
         )
     best = [(step, value) for step, value in evals if step == best_step]
     if best:
@@ -164,7 +177,6 @@ def _draw_losses(axes: Axes, train: list[Point], evals: list[Point], best_step: 
             markersize=14,
             label=f"best eval, {best[0][1]:.4g} at step {best_step}",
         )
-    axes.set_ylabel("loss (nats per token)")
     if train or evals:
         axes.legend(frameon=False, fontsize=9)
 

@@ -20,6 +20,7 @@ from tunebook.compose import compose, escaped, hydra_main
 from tunebook.config import RecipeConfig
 from tunebook.display import (
     StepProgress,
+    headlines,
     make_console,
     progress_display,
     report_error,
@@ -225,6 +226,7 @@ def show(report: StepReport, display: StepProgress) -> None:
     display.step(
         report.step,
         loss=report.metrics.get("train/loss"),
+        others=headlines(report.metrics, "train/"),
         tokens=int(report.metrics["train/tokens"]),
         seconds=report.metrics["time/step_s"],
     )

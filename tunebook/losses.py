@@ -32,8 +32,8 @@ TRIAL_COLUMNS: Mapping[str, tuple[Any, ...]] = {
 where the weight is 0, as `Session.forward` leaves them."""
 
 
-def check_loss(loss_fn: Callable[..., Any]) -> None:
-    """Returns if the loss can be evaluated on two made-up rows and gives what a loss must give.
+def check_loss(loss_fn: Callable[..., Any]) -> Metrics:
+    """The metrics of the loss on two made-up rows, if it gives there what a loss must give.
 
     So a hyper-parameter out of range, or a fault of an own loss, is seen before a backend is
     opened. A column that `TRIAL_COLUMNS` does not have is tried as 1 for every token.
@@ -64,7 +64,7 @@ def check_loss(loss_fn: Callable[..., Any]) -> None:
     except Exception as error:
         error.add_note(f"raised by the loss {name!r} when prepare tried it on two made-up rows")
         raise
-    loss, _ = loss_and_metrics(loss_fn, returned)
+    loss, metrics = loss_and_metrics(loss_fn, returned)
     gradient = None
     if loss.requires_grad:
         (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
@@ -82,6 +82,7 @@ def check_loss(loss_fn: Callable[..., Any]) -> None:
             f"{gradient[:, 0].tolist()}. Such a token (of a prompt, of padding) must not be in the "
             "loss; multiply by token_weights, which hold mask and divisor"
         )
+    return metrics
 
 
 def loss_and_metrics(loss_fn: Callable[..., Any], returned: object) -> tuple[Tensor, Metrics]:

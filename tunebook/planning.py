@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunebook.compose import as_dict
-from tunebook.config import RecipeConfig, SFTConfig
+from tunebook.config import DPOConfig, RecipeConfig, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.evaluate import Monitor
 from tunebook.models import model_fingerprint
@@ -23,9 +23,16 @@ from tunebook.settings import make_schedule
 from tunebook.types import Datum, Workload
 
 if TYPE_CHECKING:
+    from tunebook.data.rows import Row
     from tunebook.render import RenderedRows
 
 HISTOGRAM_BUCKETS = 10
+SHOWN_ROWS = 10
+CUT_AWAY = {
+    "no_target_after_truncation": "max_seq_len ends before an answer begins",
+    "identical_after_truncation": "max_seq_len ends before the answers differ",
+}
+"""Reason why a row was dropped -> in words."""
 CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
@@ -36,6 +43,8 @@ NOT_PART_OF_THE_PLAN = (
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")
 """Keys of the plan that do not touch the steps already made."""
+UNITS = {"sft": "rows", "dpo": "pairs", "grpo": "prompts"}
+"""What `plan.batch_size` counts."""
 NOT_PART_OF_THE_DATA = ("path", "hub", "function", "revision", "subset", "split", "function_args")
 """Where rows come from; what they hold is in the fingerprint."""
 
@@ -118,6 +127,7 @@ def summarize(
         "loss": str(config.loss.get("_target_", "")),
         "data": [source["name"] for source in rows.manifest["sources"]],
         "start_from": config.start_from,
+        "unit": UNITS[recipe],
         "rows_read": rows.manifest["rows_read"],
         "rows_skipped": rows.manifest["rows_skipped"],
         "train": _side(len(rows.train), train_data),
@@ -195,6 +205,18 @@ def check_resumed(config: RecipeConfig, summary: dict[str, Any]) -> list[str]:
     ]
 
 
+def cut_rows(rows: Sequence[Row], data: RenderedRows) -> list[str]:
+    """Where the rows are of which `max_seq_len` left nothing to train, a sentence a reason."""
+    sentences: list[str] = []
+    for reason, words in CUT_AWAY.items():
+        lost = data.report.dropped_rows.get(reason, [])
+        if lost:
+            places = ", ".join(f"{rows[row].file}:{rows[row].line}" for row in lost[:SHOWN_ROWS])
+            more = f" and {len(lost) - SHOWN_ROWS} more" if len(lost) > SHOWN_ROWS else ""
+            sentences.append(f"{len(lost)} left out, {words}: {places}{more}")
+    return sentences
+
+
 def workload_for(
     config: RecipeConfig,
     plan: Plan,
@@ -203,7 +225,15 @@ def workload_for(
     eval_data: RenderedRows | None,
     sample: Sequence[Datum],
 ) -> Workload:
-    """What a run will ask of a backend; `sample` is the data of its first step."""
+    """What a run over rows of one datum each will ask of a backend.
+
+    Args:
+        config: of the run.
+        plan: of the run.
+        train_data: of the train rows.
+        eval_data: None = there is no eval split.
+        sample: the data of the first step.
+    """
     saves_at = checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
     return Workload(
         lengths=train_data.lengths.tolist(),
@@ -257,6 +287,8 @@ def _monitor_text(monitor: Monitor) -> str:
 
 
 def _normalization(config: RecipeConfig) -> str | None:
+    if isinstance(config, DPOConfig):
+        return "none: log-probs of an answer are not divided, the loss is a mean over pairs"
     if not isinstance(config, SFTConfig):
         return None
     horizon = config.normalization.horizon

@@ -120,6 +120,7 @@ def _summary_table(run: RunDir) -> Table:
             table, "best", _best_text(record.evaluation, run.history(record.evaluation.metric))
         )
         add_line(table, "last", _last_text(record.evaluation))
+        add_line(table, "beside it", _beside_text(record.evaluation, rows))
     elif rows:
         add_line(table, "evaluation", "never evaluated")
     losses = [row["train/loss"] for row in rows if row.get("train/loss") is not None]
@@ -204,6 +205,15 @@ def _best_text(evaluation: Evaluation, history: Sequence[tuple[int, float]]) -> 
     if evaluation.promoted_step is not None:
         text += f"; the model is from step {evaluation.promoted_step}"
     return text
+
+
+def _beside_text(evaluation: Evaluation, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What else the best evaluation found, where there is more to say than the monitor does."""
+    best = next((row for row in rows if row["step"] == evaluation.best_step), {})
+    named = ("eval/loss", "eval/reward", "eval/accuracy", "eval/margin")
+    others = [key for key in named if key != evaluation.metric and best.get(key) is not None]
+    found = ", ".join(f"{key} {best[key]:.4f}" for key in others)
+    return found and f"{found} at step {evaluation.best_step}"
 
 
 def _last_text(evaluation: Evaluation) -> str:

@@ -161,11 +161,14 @@ class Workload:
     supervised: Sequence[int]
     """Tokens of every training row that carry loss."""
     batch_size: int
+    """Rows of a step: data, of which a preference pair has two."""
     planned_steps: int
     num_evaluations: int
     lora: LoraConfig | None
     sample: Sequence[Datum]
     """Rows of a typical step, for a backend that can measure."""
+    scored_lengths: Sequence[int] = ()
+    """Tokens of every row that goes forward once before training, for a reference policy."""
 
 
 @dataclass(frozen=True, slots=True)
