@@ -17,7 +17,7 @@ from tunebook.compose import (
     resumed_config,
     to_yaml,
 )
-from tunebook.composition_errors import recipe_keys
+from tunebook.composition_errors import SCHEMAS, recipe_keys
 from tunebook.config import DPOConfig, Mask, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.key_suggestions import nearest_key
@@ -47,16 +47,21 @@ def test_defaults_compose_to_the_schema():
     assert config.lora is not None and config.lora.to_lora().scale == 2.0
 
 
-GROUPS = ["backend", "model", "data", "tracker", "experiment", "sweep"]
+GROUPS = ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"]
+FILES = [
+    *itertools.product(SCHEMAS, GROUPS),
+    *itertools.product(["grpo"], ["reward", "environment"]),
+]
 
 
 def experiments(recipe):
-    """Those of the recipe: `<recipe>_...`, and all that name no recipe."""
-    others = {name for name in ("dpo", "grpo") if name != recipe}
-    return [name for name in group_files("experiment") if name.partition("_")[0] not in others]
+    """Those of the recipe: `<recipe>_...`; SFT has all that name no recipe."""
+    names = group_files("experiment")
+    named = {name: name.partition("_")[0] for name in names}
+    return [name for name in names if (named[name] if named[name] in SCHEMAS else "sft") == recipe]
 
 
-@pytest.mark.parametrize(("recipe", "group"), list(itertools.product(["sft", "dpo"], GROUPS)))
+@pytest.mark.parametrize(("recipe", "group"), FILES)
 def test_every_file_composes(recipe, group):
     names = experiments(recipe) if group == "experiment" else group_files(group)
     for name in names:
@@ -64,14 +69,7 @@ def test_every_file_composes(recipe, group):
             compose(recipe, [f"{group}={name}"])
 
 
-@pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo"])
-def test_every_loss_composes_with_every_recipe(recipe):
-    """Whether it fits is said by `prepare`; see `test_losses.py`."""
-    for name in group_files("loss"):
-        assert compose(recipe, [f"loss={name}"]).loss["_target_"].startswith("loss_fns.")
-
-
-@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+@pytest.mark.parametrize("recipe", SCHEMAS)
 def test_every_model_with_every_experiment_composes(recipe):
     models = [name for name in group_files("model") if name != "base"]
     for model, experiment in itertools.product(models, experiments(recipe)):
@@ -142,7 +140,9 @@ def test_the_command_line_fails_fast_and_clearly(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("recipe", "rate"), [("sft", "0.0002"), ("dpo", "0.0002")])
+@pytest.mark.parametrize(
+    ("recipe", "rate"), [("sft", "0.0002"), ("dpo", "0.0002"), ("grpo", "0.0002")]
+)
 def test_nothing_heavy_is_imported_to_answer(tmp_path, recipe, rate):
     code = (
         f"import sys\nfrom recipes.{recipe} import main\n"
@@ -196,7 +196,6 @@ def test_help_of_dpo():
         ("early_stopping.patience=0", ["early_stopping.patience=0"]),
         ("normalization.kind=fixed_horizon", ["normalization.horizon"]),
         ("normalization.horizon=5", ["normalization.horizon=5", "fixed_horizon"]),
-        ("normalization.kind=prompt_mean", ["normalization.kind=prompt_mean", "token_mean"]),
         ("model=nosuch", ["model=nosuch", "smollm2_135m"]),
         ("model=qwen", ["model=qwen", "Did you mean model=qwen3_0_6b?"]),
         ("name=a=b", ["could not be read", "name='a=b'"]),

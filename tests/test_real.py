@@ -225,3 +225,32 @@ def test_preferences_raise_the_held_out_margin(preferring):
     assert losses[0] > losses[1] and losses[-1] < math.log(2)
     assert run.metrics()[-1]["eval/accuracy"] > 0.5
     assert run.record.state is RunState.SUCCEEDED
+
+
+def test_twenty_steps_of_grpo_raise_the_reward(tmp_path, smollm2):
+    """Short answers are rewarded; sampler and trainer agree to 1e-3 nats in float32."""
+    config = compose(
+        "grpo",
+        {
+            "model.name": str(smollm2),
+            "runs_dir": str(tmp_path),
+            "reward": "target_length",
+            "reward.functions.target_length": {"minimum": 1, "maximum": 8, "margin": 24},
+            "eval.fraction": 0.04,
+            "plan.batch_size": 4,
+            "plan.epochs": None,
+            "plan.max_steps": 20,
+            "plan.checkpoint_every": 10,
+            "rollout.max_new_tokens": 24,
+            "optimizer.learning_rate": 3e-4,
+            "schedule.kind": "constant",
+        },
+    )
+    _, run = train_all(config)
+    rows = run.metrics()
+    assert run.record.evaluation.best > rows[0]["start/reward"] + 0.1
+    rewards = [row["train/reward"] for row in rows[1:]]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+    gaps = [row["train/logprob_gap"] for row in rows[1:] if row["train/num_updates"]]
+    assert len(gaps) > 10
+    assert max(gaps) < 1e-3

@@ -136,7 +136,7 @@ RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
     "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict",
     "backend.device", "backend.micro_batch_tokens", "backend.recompute",
-    "backend.generator_memory",
+    "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 

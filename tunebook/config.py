@@ -369,7 +369,6 @@ class RecipeConfig:
     lora: LoraSettings | None = MISSING
     max_seq_len: int = MISSING
     """Tokens of the longest row."""
-    samples: SamplesConfig = MISSING
     start_from: str | None = None
     """A run directory, checkpoint or adapter to begin from (weights only, step 0)."""
     resume: str | None = None
@@ -396,11 +395,14 @@ class SFTConfig(RecipeConfig):
 
     normalization: NormalizationConfig = MISSING
     """How the loss is averaged."""
+    samples: SamplesConfig = MISSING
 
 
 @dataclass
 class DPOConfig(RecipeConfig):
     """Direct preference optimisation, on pairs of a chosen and a rejected answer."""
+
+    samples: SamplesConfig = MISSING
 
 
 @dataclass
@@ -428,6 +430,10 @@ class RolloutConfig:
     """Tokens of the longest completion, of one turn where there are several."""
     temperature: float = MISSING
     """Of sampling, and of the log-probs that are trained."""
+    eval_group_size: int = MISSING
+    """Completions of each held-out prompt, over which its reward is averaged."""
+    eval_temperature: float | None = None
+    """Of sampling for the evaluation; 0 = greedy, null = `temperature`."""
     top_p: float = MISSING
     """Must be 1: the trained ratio would not be that of the sampler."""
     top_k: int = MISSING
@@ -444,11 +450,19 @@ class RolloutConfig:
     truncated: OnTruncated = MISSING
     """Completions without an end: keep them, mask them out of the loss, or penalise them softly."""
     penalty_buffer: int = MISSING
-    """truncated=penalise: the last tokens before max_new_tokens, over which a penalty grows linearly
-    from 0 to 1."""
+    """truncated=penalise: the last tokens before max_new_tokens, over which a penalty grows
+    linearly from 0 to 1."""
     dynamic_sampling: int = MISSING
     """Further prompts that one step may sample to replace groups whose rewards are all equal; 0 =
     off."""
+
+
+@dataclass
+class KeptConfig:
+    """Completions that are kept in `samples/`, to look at."""
+
+    num_prompts: int = MISSING
+    """Prompts of a step, and of an evaluation, whose completions are kept; 0 = none."""
 
 
 @dataclass
@@ -468,7 +482,7 @@ class KLConfig:
     estimator: KLEstimator = MISSING
     """How it is estimated from the sampled tokens."""
     placement: KLPlacement = MISSING
-    """loss = a term with a gradient of its own; reward = subtracted from the advantages, centred."""
+    """loss = a term with a gradient of its own; reward = taken off the advantages, centred."""
 
 
 @dataclass
@@ -493,4 +507,5 @@ class GRPOConfig(RecipeConfig):
     """How the loss is averaged over one optimizer update."""
     environment: dict[str, Any] | None = None
     """`_target_` of an environment and its arguments; null = one answer per prompt."""
+    samples: KeptConfig = MISSING
     health: HealthConfig = MISSING

@@ -44,6 +44,7 @@ def loss_curve(
     width: int = 72,
     height: int = 12,
     unicode: bool = True,
+    name: str = "loss",
 ) -> str:
     """A chart of loss over steps in text: train as a line, evaluations as marks.
 
@@ -53,11 +54,12 @@ def loss_curve(
         width: characters of the whole chart.
         height: lines of the drawing, without axis and legend.
         unicode: braille dots and lines; else ASCII.
+        name: what is drawn, if it is not the loss.
     """
     train, evals = finite(train), finite(evals)
     points = [*train, *evals]
     if not points:
-        return "no loss has been recorded"
+        return f"no {name} has been recorded"
     low, high = _range([value for _, value in points])
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     labels = [f"{high:.3g}", f"{(low + high) / 2:.3g}", f"{low:.3g}"]
@@ -83,17 +85,21 @@ def loss_curve(
         [
             *_with_labels(rows, labels, margin, unicode),
             *_step_axis(first, last, margin, columns, unicode),
-            _legend(bool(train), bool(evals), margin, unicode),
+            _legend(name, bool(train), bool(evals), margin, unicode),
         ]
     )
 
 
 def curve_of_run(rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """`loss_curve` of the metrics of a run, its train loss a running mean; with its options."""
+    """`loss_curve` of the metrics of a run, the train side a running mean; with its options.
+
+    Where rewards were recorded they are drawn: the loss of a policy says little.
+    """
     plain = [dict(row) for row in rows]
-    train = finite(history(plain, TRAIN_LOSS))
+    name = "reward" if any("train/reward" in row for row in plain) else "loss"
+    train = finite(history(plain, f"train/{name}"))
     calm = smoothed(train, max(len(train) // 10, 1))
-    return loss_curve(calm, history(plain, EVAL_LOSS), **options)
+    return loss_curve(calm, history(plain, f"eval/{name}"), name=name, **options)
 
 
 def plot_curves(
@@ -123,8 +129,10 @@ def plot_curves(
     axes[0].set_ylabel("loss (nats per token)" if per_token else "loss")
     axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
     if second is not None:
-        in_training = finite(history(plain, f"train/{second}"))
-        _draw(axes[1], second, in_training, finite(history(plain, f"eval/{second}")), None)
+        trained, evaluated = (
+            finite(history(plain, f"{side}/{second}")) for side in ("train", "eval")
+        )
+        _draw(axes[1], second, trained, evaluated, best_step)
         axes[1].set_ylabel(second)
     if rates:
         axes[-1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)
@@ -235,9 +243,9 @@ def _step_axis(first: int, last: int, margin: int, columns: int, unicode: bool) 
     return [f"{indent}{corner}{dash * columns}", f"{indent} {left}{gap}{right}"]
 
 
-def _legend(train: bool, evals: bool, margin: int, unicode: bool) -> str:
+def _legend(name: str, train: bool, evals: bool, margin: int, unicode: bool) -> str:
     parts = [
-        f"{'⠒⠒' if unicode else '**'} train loss" if train else "",
-        f"{'●' if unicode else 'o'} eval loss" if evals else "",
+        f"{'⠒⠒' if unicode else '**'} train {name}" if train else "",
+        f"{'●' if unicode else 'o'} eval {name}" if evals else "",
     ]
     return " " * (margin + 2) + "   ".join(part for part in parts if part)

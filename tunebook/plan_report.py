@@ -26,7 +26,7 @@ def plan_text(plan: Mapping[str, Any], *, width: int = 100, unicode: bool = True
     Args:
         plan: a dict with
             `recipe`, `name`, `model`, `start_from`, `backend`, `loss`, `reference`,
-            `normalization`, `monitor`: text;
+            `normalization`, `rollout`, `reward`, `monitor`: text;
             `unit`: what rows are called, "rows" if it is missing;
             `data`: names of the sources;
             `rows_read`, `rows_skipped`: counts over all sources;
@@ -60,8 +60,10 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     table = two_columns()
     head = " ".join(str(plan[key]) for key in ("recipe", "name") if plan.get(key))
     add_line(table, "plan", head)
-    named = ("model", "start_from", "backend", "loss", "reference", "normalization", "monitor")
-    for key in named:
+    for key in (
+        "model", "start_from", "backend", "loss", "reference", "normalization", "rollout",
+        "reward", "monitor",
+    ):  # fmt: skip
         add_line(table, key.replace("_", " "), plan.get(key))
     add_line(table, "data", ", ".join(map(str, plan.get("data") or [])))
     _add_rows(table, plan)

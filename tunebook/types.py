@@ -202,3 +202,5 @@ class StepReport:
     """Where this step saved, else None."""
     is_best: bool
     """This evaluation is the best so far."""
+    notes: tuple[str, ...] = ()
+    """Sentences that a person should see now, such as findings of `tunebook.health`."""
