@@ -20,8 +20,9 @@ from tunebook.backends.base import Backend, LossFn, Session
 from tunebook.columns import check_columns
 from tunebook.compose import build, build_function
 from tunebook.config import SFTConfig
-from tunebook.data.rows import Kind, Row
+from tunebook.data.rows import Kind
 from tunebook.evaluate import NLL_METRICS, Monitor, choose_monitor, evaluate_nll
+from tunebook.losses import check_loss
 from tunebook.opening import check_backend, open_checkpoint, open_session
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, mix, step_rows, steps
 from tunebook.planning import (
@@ -31,14 +32,19 @@ from tunebook.planning import (
     summarize,
     workload_for,
 )
-from tunebook.preparation import PreparedRows, render_side, rows_for, tokenizer_for
+from tunebook.preparation import (
+    PreparedRows,
+    kept_rows,
+    render_side,
+    rows_for,
+    tokenizer_for,
+)
 from tunebook.promotion import CheckpointBook, check_can_go_on, planned_stop
 from tunebook.runs import StopReason
 from tunebook.sampling import SamplePrompt, sample_answers, sample_prompts
 from tunebook.schedule import Schedule, learning_rate_at
 from tunebook.settings import make_normalizer, make_schedule, optimizer_params
 from tunebook.split import Side
-from tunebook.stopping import should_stop
 from tunebook.tracking import Tracker, tracking
 from tunebook.types import Datum, Metrics, StepReport, Workload
 
@@ -97,6 +103,7 @@ def prepare(config: SFTConfig) -> Task:
     """
     loss_fn = build_function(config.loss, key="loss")
     check_columns(loss_fn, COLUMNS, recipe="sft")
+    check_loss(loss_fn)
     monitor = choose_monitor(config.eval, available=NLL_METRICS, default="eval/loss")
     trainable_parameters = check_backend(config)
     tracker = build(config.tracker, key="tracker") if config.tracker else None
@@ -150,15 +157,6 @@ def prepare(config: SFTConfig) -> Task:
     )
 
 
-def kept_rows(
-    rows: PreparedRows, train_data: RenderedRows, eval_data: RenderedRows | None
-) -> list[Row]:
-    """The eval rows that can be used, or the train rows where there is no eval split."""
-    if eval_data is not None:
-        return [rows.eval[row] for row in eval_data.report.kept_rows]
-    return [rows.train[row] for row in train_data.report.kept_rows]
-
-
 def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
     """Trains, evaluates, saves, stops, and promotes the best checkpoint; yields once per step.
 
@@ -179,7 +177,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
         with closing(open_session(config, backend, run, book.newest)) as session:
             if done == 0:
                 sample(task, session, run, step)
-            if stops_early(task, book):  # what was interrupted is only the promotion
+            if book.stops_early(config.early_stopping):  # what was interrupted is the promotion
                 stop_reason = StopReason.EARLY_STOPPING
                 remaining = iter(())
             else:
@@ -206,7 +204,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     if step < plan.planned_steps:
                         stop_reason = StopReason.CANCELLED
                     break
-                if evaluation is not None and stops_early(task, book):
+                if evaluation is not None and book.stops_early(config.early_stopping):
                     stop_reason = StopReason.EARLY_STOPPING
                     break
             if step != book.saved_step:
@@ -253,16 +251,6 @@ def evaluate(task: Task, session: Session) -> Metrics | None:
         return None
     data = (Datum(each.tokens, {"token_weights": each.mask}) for each in task.eval_data)
     return evaluate_nll(session, data, rows_per_call=task.config.plan.batch_size)
-
-
-def stops_early(task: Task, book: CheckpointBook) -> bool:
-    """Whether the recorded evaluations call for an early stop."""
-    return task.monitor is not None and should_stop(
-        book.history,
-        patience=task.config.early_stopping.patience,
-        min_delta=task.config.early_stopping.min_delta,
-        lower_is_better=task.monitor.lower_is_better,
-    )
 
 
 def sample(task: Task, session: Session, run: RunDir, step: int) -> None:

@@ -49,6 +49,7 @@ class FakeBackend:
             optimizers=frozenset({"adamw"}),
             losses=None,
             max_seq_len=None,
+            temperature=True,
         )
 
     def estimate(self, workload):

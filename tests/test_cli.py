@@ -166,6 +166,34 @@ def test_an_unknown_command_is_one_clear_line() -> None:
     assert "No such command 'sfft'" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_losses_lists_what_each_reads_takes_and_fits(recipes: Path) -> None:
+    """The recipes are asked for their columns: here one of SFT, and one that trains on rewards."""
+    columns = {
+        "sft": ("token_weights",),
+        "other": ("token_weights", "sampling_logprobs", "advantages", "reference_logprobs"),
+    }
+    for name, names in columns.items():
+        (recipes / "recipes" / f"{name}.py").write_text(f"{FAKE_RECIPE}\nCOLUMNS = {names!r}\n")
+    lines = call("losses", first=recipes).stdout.splitlines()
+    cells = [re.split(r"\s{2,}", line) for line in lines]
+    assert cells[0] == ["loss", "recipe", "parameters", "columns", "what it is"]
+    rows = {row[0]: row for row in cells[1:]}
+    assert rows["ppo"][1:] == [
+        "other",
+        "clip_low=0.8 clip_high=1.2",
+        "token_weights, sampling_logprobs, advantages",
+        "The clipped surrogate, `-min(r A, clamp(r, clip_low, clip_high) A)`.",
+    ]
+    assert rows["cross_entropy"][1:3] == ["sft", "token_weights"]
+    assert rows["dpo"][1] == "beta=0.1"  # no recipe here gives pairs
+    listed = json.loads(call("losses", "--json", first=recipes).stdout)
+    assert {one["name"]: one["recipes"] for one in listed}["gspo"] == ["other"]
+    narrow = call("losses", first=recipes, COLUMNS="80", FORCE_COLOR="1").stdout
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", narrow).splitlines()
+    assert max(map(len, plain)) <= 80
+    assert any(line.split() == ["ppo", "other", "clip_low=0.8", "clip_high=1.2"] for line in plain)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     root = tmp_path / "runs"

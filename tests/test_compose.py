@@ -17,8 +17,8 @@ from tunebook.compose import (
     resumed_config,
     to_yaml,
 )
-from tunebook.composition_errors import recipe_keys
-from tunebook.config import Mask, SFTConfig
+from tunebook.composition_errors import SCHEMAS, recipe_keys
+from tunebook.config import DPOConfig, Mask, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.key_suggestions import nearest_key
 
@@ -30,9 +30,9 @@ def group_files(group):
     )
 
 
-def run_recipe(*arguments, cwd=None):
+def run_recipe(*arguments, cwd=None, recipe="sft"):
     return subprocess.run(
-        [sys.executable, "-m", "recipes.sft", *arguments],
+        [sys.executable, "-m", f"recipes.{recipe}", *arguments],
         capture_output=True, text=True, cwd=cwd, check=False,
     )  # fmt: skip
 
@@ -47,20 +47,44 @@ def test_defaults_compose_to_the_schema():
     assert config.lora is not None and config.lora.to_lora().scale == 2.0
 
 
-@pytest.mark.parametrize(
-    "group", ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"]
-)
-def test_every_file_composes(group):
-    for name in group_files(group):
+GROUPS = ["backend", "model", "data", "loss", "tracker", "experiment", "sweep"]
+FILES = [
+    *itertools.product(SCHEMAS, GROUPS),
+    *itertools.product(["grpo"], ["reward", "environment"]),
+]
+
+
+def experiments(recipe):
+    """Those of the recipe: `<recipe>_...`; SFT has all that name no recipe."""
+    names = group_files("experiment")
+    named = {name: name.partition("_")[0] for name in names}
+    return [name for name in names if (named[name] if named[name] in SCHEMAS else "sft") == recipe]
+
+
+@pytest.mark.parametrize(("recipe", "group"), FILES)
+def test_every_file_composes(recipe, group):
+    names = experiments(recipe) if group == "experiment" else group_files(group)
+    for name in names:
         if name != "base":
-            compose("sft", [f"{group}={name}"])
+            compose(recipe, [f"{group}={name}"])
 
 
-def test_every_model_with_every_experiment_composes():
+@pytest.mark.parametrize("recipe", SCHEMAS)
+def test_every_model_with_every_experiment_composes(recipe):
     models = [name for name in group_files("model") if name != "base"]
-    for model, experiment in itertools.product(models, group_files("experiment")):
-        config = compose("sft", [f"model={model}", f"experiment={experiment}"])
+    for model, experiment in itertools.product(models, experiments(recipe)):
+        config = compose(recipe, [f"model={model}", f"experiment={experiment}"])
         assert config.model.name
+
+
+def test_the_defaults_of_dpo_compose_to_its_schema():
+    config = compose("dpo")
+    assert isinstance(config, DPOConfig)
+    assert config.loss == {"_target_": "loss_fns.dpo.dpo_sigmoid", "beta": 0.1}
+    assert config.data.path == "pkg://tunebook/assets/tiny_data/preferences.jsonl"
+    assert from_yaml(to_yaml(config), "dpo") == config
+    with pytest.raises(ConfigError, match=r"normalization"):
+        compose("dpo", ["normalization.kind=token_mean"])
 
 
 def test_an_experiment_applies_and_the_command_line_wins():
@@ -116,9 +140,12 @@ def test_the_command_line_fails_fast_and_clearly(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_heavy_is_imported_to_answer(tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "rate"), [("sft", "0.0002"), ("dpo", "0.0002"), ("grpo", "0.0002")]
+)
+def test_nothing_heavy_is_imported_to_answer(tmp_path, recipe, rate):
     code = (
-        "import sys\nfrom recipes.sft import main\n"
+        f"import sys\nfrom recipes.{recipe} import main\n"
         "try: main(['--cfg', 'job'])\nfinally:\n"
         " heavy = {'torch', 'transformers', 'datasets', 'wandb', 'matplotlib', 'pandas'}\n"
         " print('HEAVY', sorted(heavy & set(sys.modules)), file=sys.stderr)"
@@ -127,7 +154,7 @@ def test_nothing_heavy_is_imported_to_answer(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert "HEAVY []" in done.stderr
-    assert "learning_rate: 0.0002" in done.stdout
+    assert f"learning_rate: {rate}" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,6 +168,13 @@ def test_help_lists_every_key_with_its_meaning():
         "[q_proj,",
     ):
         assert key in done.stdout
+
+
+def test_help_of_dpo():
+    done = run_recipe("--help", recipe="dpo")
+    assert done.returncode == 0
+    assert "python -m recipes.dpo key=value" in done.stdout
+    assert "optimizer.learning_rate" in done.stdout and "normalization" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -366,7 +400,7 @@ def test_every_schema_field_is_read_somewhere():
         if path.name not in ("config.py", "key_suggestions.py", "config_checks.py")
     )
     unread = [
-        key for key in recipe_keys("sft")
+        key for key in {*recipe_keys("sft"), *recipe_keys("dpo")}
         if not any(mark in sources for mark in (f".{key.rpartition('.')[2]}", f'"{key.rpartition(".")[2]}"'))
     ]  # fmt: skip
     unread = [key for key in unread if not key.startswith(("backend.", "loss.", "tracker."))]

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tunebook import display
 from tunebook.display import (
+    counting,
     duration_text,
+    headlines,
     make_console,
     progress_display,
     report_error,
@@ -135,6 +138,55 @@ def test_the_bar_takes_one_line_of_any_terminal(columns: int, parts: list[str]) 
     assert all(line.startswith("s") for line in lines)
     assert [part for part in parts if part not in lines[-1]] == []
     assert "perplexity" not in "".join(lines)
+
+
+def test_headlines_stand_beside_the_loss() -> None:
+    """What a preference run is about; the other metrics stay in metrics.jsonl."""
+    metrics = {"train/loss": 0.5, "train/accuracy": 0.75, "train/margin": 0.25, "train/kl": 1.0}
+    assert headlines(metrics, "train/") == {"accuracy": 0.75, "margin": 0.25}
+    stream = io.StringIO()
+    with progress_display(2, console=Console(file=stream, width=200)) as progress:
+        progress.step(1, loss=0.5, others=headlines(metrics, "train/"), tokens=10, seconds=1.0)
+        progress.evaluation(1, {"eval/loss": 0.4, "eval/accuracy": 1.0, "eval/kl": 3.0})
+        progress.evaluation(2, {"eval/worst": 0.1, "eval/num_tokens": 7.0})
+    first, second, third = stream.getvalue().splitlines()
+    assert first.startswith("step 1/2  loss 0.5000  accuracy 0.7500  margin 0.2500  10 tokens/s")
+    assert second == "step 1/2  eval/loss 0.4000  eval/accuracy 1.0000"
+    assert third == "step 2/2  eval/worst 0.1000"
+
+
+PAIRS_LIVE = """
+from tunebook.display import counting, progress_display
+with progress_display(48, done=0) as progress:
+    with counting("scoring with the reference policy") as count:
+        for done in range(0, 801, 100):
+            count(done, 800)
+    progress.step(1, loss=0.6931, others={"accuracy": 0.5, "margin": 0.0}, tokens=900, seconds=0.1)
+"""
+
+
+@pytest.mark.parametrize("columns", [120, 80])
+def test_a_count_inside_a_display_is_shown_in_it(columns: int) -> None:
+    """A terminal has room for one display: two at a time would be an error of rich."""
+    lines = in_a_terminal(PAIRS_LIVE, columns)
+    assert max(map(len, lines)) <= columns
+    assert any("scoring" in line for line in lines)
+    assert "loss 0.6931" in lines[-1] and "accuracy 0.5000" in lines[-1]
+    assert "scoring" not in lines[-1]
+
+
+def test_without_a_terminal_a_count_says_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line every few seconds, and none for a count that is over before."""
+    stream = io.StringIO()
+    with progress_display(3, console=Console(file=stream)), counting("scoring") as count:
+        for done in range(1, 11):
+            count(done, 10)
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(display, "COUNT_EVERY_S", 0.0)
+    with progress_display(3, console=Console(file=stream)), counting("scoring") as count:
+        for done in (1, 2):
+            count(done, 2)
+    assert stream.getvalue().splitlines() == ["scoring 1/2", "scoring 2/2"]
 
 
 def test_an_error_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:

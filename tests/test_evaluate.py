@@ -7,7 +7,7 @@ import torch
 from tests.fakes import Done
 from tunebook.config import Direction, EvalConfig
 from tunebook.errors import ConfigError
-from tunebook.evaluate import choose_monitor, evaluate_nll
+from tunebook.evaluate import choose_monitor, evaluate_loss, evaluate_nll
 from tunebook.types import Datum
 
 
@@ -68,3 +68,35 @@ def test_direction_is_inferred_or_must_be_stated():
     assert choose_monitor(stated, available=available, default="eval/loss").direction == "up"
     with pytest.raises(ConfigError, match=r"eval/accurcy.*eval/loss, eval/accuracy"):
         choose_monitor(config(monitor="eval/accurcy"), available=available, default="eval/loss")
+
+
+def weighted_nll(logprobs, *, token_weights, scale):
+    """A loss with a divisor in `token_weights` and one number a row."""
+    rows = -(token_weights * logprobs).sum(dim=1)
+    return (scale * rows).sum(), {"rows": scale.sum(), "worst": logprobs.min()}
+
+
+@pytest.mark.parametrize("rows_per_call", [1, 2, 3, 10])
+def test_a_loss_is_summed_over_the_whole_split(rows_per_call):
+    """1, 3 and 6 tokens at NLL 4, 2, 1 with the divisor 10 in the weights: 1.6 in any batches."""
+    session = Scripted()
+    data = []
+    for each in (datum(4, 1), datum(2, 3), datum(1, 6)):
+        weights = each.columns["token_weights"] / 10
+        data.append(Datum(each.tokens, {"token_weights": weights, "scale": 1.0}))
+    metrics = evaluate_loss(session, data, weighted_nll, rows_per_call=rows_per_call)
+    assert metrics["loss"] == pytest.approx(1.6)
+    assert metrics["rows"] == 3.0
+    assert max(session.batches) <= rows_per_call
+
+
+def test_a_reward_that_should_fall_has_no_direction_of_its_own():
+    available = ("eval/chosen_reward", "eval/rejected_reward")
+    chosen = choose_monitor(
+        config(monitor="eval/chosen_reward"), available=available, default="eval/loss"
+    )
+    assert not chosen.lower_is_better
+    with pytest.raises(ConfigError, match=r"eval\.direction"):
+        choose_monitor(
+            config(monitor="eval/rejected_reward"), available=available, default="eval/loss"
+        )

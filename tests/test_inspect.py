@@ -15,8 +15,10 @@ from rich.console import Console
 from tests.render import templates as t
 from tests.render.conftest import case_rows
 from tests.render.conftest import render as render_fixture
-from tunebook.config import Mask, OnBlankAnswer
+from tunebook.config import Mask, OnBadRow, OnBlankAnswer, OnLongRow
+from tunebook.data.rows import Kind
 from tunebook.inspect import inspect_rendered, pieces_of, summary_lines, visible
+from tunebook.render import render_pairs, render_prompts
 from tunebook.render.codec import Codec
 from tunebook.render.lints import Rule, Severity, lint_rows, rows_to_lint
 
@@ -219,3 +221,59 @@ def test_colours_where_there_are_some(render, tmp_path):
     inspect_rendered(rows, rendered, tokenizer, limit=1, html=None, console=console)
     assert "32m" in out.getvalue() and "«" not in out.getvalue()
     assert not list(Path(tmp_path).glob("*.html"))
+
+
+def test_pairs_are_shown_side_by_side(tmp_path):
+    """Both sides with their names, the prompt untrained in either; a prompt to sample from."""
+    tokenizer = t.byte_level(t.CHATML)
+    rows = [
+        t.make_row(
+            t.chat(question),
+            kind=Kind.preference,
+            chosen=[{"role": "assistant", "content": "yes"}],
+            rejected=[{"role": "assistant", "content": "no" * 40}],
+            line=line,
+        )
+        for line, question in enumerate(("Hi?", "Ho?"), start=1)
+    ]
+    settings = {
+        "on_blank_answer": OnBlankAnswer.error,
+        "on_bad_row": OnBadRow.fail,
+        "cache_dir": tmp_path,
+    }
+    rendered = render_pairs(
+        rows, tokenizer, max_seq_len=60, on_long_row=OnLongRow.truncate, **settings
+    )
+    console = Console(file=io.StringIO(), width=100)
+    assert inspect_rendered(rows, rendered, tokenizer, limit=1, html=None, console=console) == 0
+    text = console.file.getvalue()
+    assert "rows.jsonl:1 chosen  3 of " in text and "rows.jsonl:1 rejected  " in text
+    assert "«yes<|im_end|>»" in text and ", truncated" in text and "rows.jsonl:2 " not in text
+    assert "2 of 2 rows, 4 data" in text and "2 data were cut at max_seq_len" in text
+    page = tmp_path / "page.html"
+    inspect_rendered(rows, rendered, tokenizer, limit=2, html=page, console=console)
+    assert "rows.jsonl:2 rejected ·" in page.read_text()
+    whole = render_pairs(
+        rows, tokenizer, max_seq_len=200, on_long_row=OnLongRow.truncate, **settings
+    )
+    limit = int(whole.lengths.max()) - 3
+    cut = render_pairs(
+        rows, tokenizer, max_seq_len=limit, on_long_row=OnLongRow.truncate_prompt, **settings
+    )
+    assert cut.report.truncated == 4
+    assert "the beginning of the prompt is never seen" in "".join(summary_lines(rows, cut, []))
+    assert lint_rows(rows, cut, tokenizer) == []
+
+
+def test_prompts_are_shown_as_such(tmp_path):
+    tokenizer = t.byte_level(t.CHATML)
+    rows = [t.make_row(t.chat("Hi?"), kind=Kind.prompt)]
+    rendered = render_prompts(
+        rows, tokenizer, max_tokens=99, on_long_row=OnLongRow.skip, on_bad_row=OnBadRow.fail,
+        cache_dir=tmp_path,
+    )  # fmt: skip
+    console = Console(file=io.StringIO(), width=100)
+    assert inspect_rendered(rows, rendered, tokenizer, limit=1, html=None, console=console) == 0
+    text = console.file.getvalue()
+    assert f"a prompt of {len(rendered[0].tokens)} tokens" in text and "no findings" in text
+    assert "«" not in text

@@ -62,6 +62,8 @@ def test_the_wheel_holds_all_packages_and_assets(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for name in (
         "tunebook/py.typed", "recipes/sft.py", "configs/sft.yaml", "configs/model/tiny.yaml",
+        "recipes/dpo.py", "configs/dpo.yaml", "configs/experiment/dpo_quickstart.yaml",
+        "loss_fns/dpo.py", "tunebook/assets/tiny_data/preferences.jsonl",
         "loss_fns/cross_entropy.py", "tunebook/assets/tiny_model/model.safetensors",
         "tunebook/assets/tiny_data/chats.jsonl",
     ):  # fmt: skip

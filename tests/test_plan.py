@@ -10,6 +10,7 @@ from tunebook.plan import (
     mix,
     step_rows,
     steps,
+    stream_rows,
 )
 
 
@@ -172,3 +173,12 @@ def test_step_rows_beyond_the_plan_are_defined():
     assert sorted(
         step_rows(plan, whole(4), seed=0, step=3) + step_rows(plan, whole(4), seed=0, step=4)
     ) == [0, 1, 2, 3]
+
+
+def test_the_stream_is_the_epochs_one_after_the_other():
+    """10 rows, 4 a step: 3 steps an epoch; the stream has the rows of the steps in their order."""
+    sources = (MixedRows(tuple(range(10)), 1.0),)
+    plan = make_plan(10, batch_size=4, epochs=2, max_steps=None, drop_last=False)
+    by_step = [row for _, rows in steps(plan, sources, seed=7, done=0) for row in rows]
+    assert stream_rows(sources, seed=7, start=0, count=20) == tuple(by_step)
+    assert stream_rows(sources, seed=7, start=9, count=3) == tuple(by_step[9:12])

@@ -371,6 +371,38 @@ def test_a_picture_is_written(tmp_path: Path, num_steps: int) -> None:
     assert struct.unpack(">II", header[16:24]) == (1200, 750)
 
 
+def test_a_picture_shows_accuracy_below_the_loss(tmp_path: Path) -> None:
+    rows = [{"step": n, "train/loss": 0.6, "train/accuracy": 0.5, "eval/accuracy": 0.7}
+            for n in range(1, 9)]  # fmt: skip
+    path = curves.plot_curves(rows, tmp_path / "c.png", title="t")
+    assert struct.unpack(">II", path.read_bytes()[16:24]) == (1200, 1050)
+
+
+def test_a_plan_of_pairs_says_pairs() -> None:
+    text = report.plan_text({**PLAN, "unit": "pairs", "reference": "the policy at the start"})
+    for part in (
+        "152 pairs, 144 kept, 3 answers truncated",
+        "4 pairs unused per epoch",
+        "45,678 in the train pairs, 12,345 supervised, at most 1,024 a prompt and answer",
+        "57 planned, 19 an epoch, 8 pairs each",
+        "reference       the policy at the start",
+    ):
+        assert part in text, part
+
+
+def test_a_summary_says_what_else_the_best_evaluation_found(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "dpo", None)
+    with run.attempt(planned_steps=2):
+        for step, accuracy in ((1, 0.9), (2, 0.8)):
+            run.log_metrics(
+                step, {"eval/loss": 0.5 * step, "eval/accuracy": accuracy, "eval/margin": 0.25}
+            )
+        run.set_evaluation(Evaluation("eval/loss", "down", 0.5, 1, 1.0, 2, 2, 1, True))
+        run.finish(StopReason.COMPLETED, steps=2)
+    text = report.summary_text(run)
+    assert "beside it   eval/accuracy 0.9000, eval/margin 0.2500 at step 1" in text
+
+
 def test_smoothing_averages_over_the_past() -> None:
     points = [(1, 1.0), (2, 3.0), (3, 5.0)]
     assert curves.smoothed(points, 2) == [(1, 1.0), (2, 2.0), (3, 4.0)]

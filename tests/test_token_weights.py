@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from tunebook.token_weights import fixed_horizon, sequence_mean, token_mean, token_sum
+from tunebook.token_weights import (
+    fixed_horizon,
+    prompt_mean,
+    sequence_mean,
+    token_mean,
+    token_sum,
+)
 
 
 def masks(*rows):
@@ -54,3 +60,28 @@ def test_empty_datum_counts_in_no_sequence_mean():
     weights = sequence_mean(masks([1, 1], [0, 0]))
     assert weights[0].sum() == pytest.approx(1.0)
     assert weights[1].sum() == 0
+
+
+def test_prompt_mean_by_hand():
+    """Prompt a has data of 1 and 3 tokens at losses 1 and 2, prompt b one of 2 at 4.
+
+    Token means 7/4 and 4, so 2.875 together; the order of the data does not matter.
+    """
+    step = masks([1], [1, 1], [1, 1, 1])
+    weights = prompt_mean(step, groups=["a", "b", "a"])
+    assert loss(weights, [1, 4, 2]) == pytest.approx(2.875)
+    assert sum(w.sum() for w in weights) == pytest.approx(1.0)
+
+
+def test_prompt_mean_of_one_datum_a_prompt_is_the_sequence_mean():
+    step = masks([0, 1, 0.5], [1, 1, 1, 0])
+    for found, expected in zip(prompt_mean(step, groups=[0, 1]), sequence_mean(step), strict=True):
+        assert found == pytest.approx(expected)
+
+
+def test_a_prompt_without_supervised_tokens_counts_in_no_prompt_mean():
+    """Case 69: all completions of a prompt masked; and all of the step: zeros, no 0/0."""
+    weights = prompt_mean(masks([1, 1], [0, 0], [0, 0]), groups=[0, 0, 1])
+    assert [w.sum() for w in weights] == pytest.approx([1.0, 0.0, 0.0])
+    for each in prompt_mean(masks([0, 0], [0]), groups=[0, 1]):
+        assert not each.any() and np.isfinite(each).all()

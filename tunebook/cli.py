@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,12 @@ app = typer.Typer(
 )
 runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
+rewards_app = typer.Typer(
+    help="List the built-in rewards, or try rewards on saved completions.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+app.add_typer(rewards_app, name="rewards")
 
 Root = Annotated[Path, typer.Option("--root", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -136,6 +144,41 @@ def _merge(
     )
     if report.untied_head:
         print("The output head was adapted, so it is no longer tied to the input embedding.")
+
+
+@app.command("losses")
+def _losses(as_json: AsJson = False) -> None:
+    """List the losses: what each reads and takes, and the recipes it fits.
+
+    Choose one with loss=NAME and set what it takes with loss.PARAMETER=VALUE. One of your own is
+    loss._target_=my_package.my_loss, a function of log-probs and named columns like these.
+    """
+    from dataclasses import asdict
+
+    from tunebook.display import make_console
+    from tunebook.loss_listing import list_losses
+    from tunebook.text_tables import columns_fit, print_columns
+
+    losses = list_losses({name: _recipe_module(name).COLUMNS for name in recipe_names()})
+    if as_json:
+        _print_json([asdict(loss) for loss in losses])
+        return
+    columns = {
+        "loss": [loss.name for loss in losses],
+        "recipe": [", ".join(loss.recipes) for loss in losses],
+        "parameters": [
+            " ".join(f"{name}={value}" for name, value in loss.parameters.items())
+            for loss in losses
+        ],
+        "columns": [", ".join(loss.columns) for loss in losses],
+        "what it is": [loss.summary for loss in losses],
+    }
+    layouts = [columns]
+    for heading in ("columns", "what it is"):
+        layouts.append({key: cells for key, cells in layouts[-1].items() if key != heading})
+    console = make_console()
+    fitting = next((one for one in layouts if columns_fit(console, one)), layouts[-1])
+    print_columns(console, fitting)
 
 
 @runs_app.command("list")
@@ -254,6 +297,66 @@ def _data(
         print(f"More with --offset {page.next_offset}")
 
 
+@rewards_app.callback()
+def _rewards(context: typer.Context, as_json: AsJson = False) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from tunebook.display import make_console
+    from tunebook.reward_listing import list_rewards
+
+    rewards = list_rewards()
+    if as_json:
+        _print_json([dataclasses.asdict(reward) for reward in rewards])
+        return
+    from rich.text import Text
+
+    console = make_console()
+    for reward in rewards:
+        console.print(Text(f"reward={reward.name}", style="bold"), soft_wrap=True)
+        console.print(Text(f"  {reward.meaning}"), soft_wrap=True)
+        optional = [f"{name} (if there)" for name in reward.optional_columns]
+        columns = ", ".join([*reward.columns, *optional])
+        console.print(Text(f"  columns: {columns or 'none'}"), soft_wrap=True)
+        for name, value in reward.settings.items():
+            key = f"reward.functions.{reward.name}.{name}"
+            console.print(Text(f"  {key}={_setting_cell(value)}"), soft_wrap=True)
+    print(
+        "Further ones beside it: reward.functions.<name>._target_=<path> and, in the sum, "
+        "reward.functions.<name>.weight=<number>.\n"
+        "Only your own: reward=base reward.functions.mine._target_=my_package.my_reward"
+    )
+
+
+@rewards_app.command(
+    "test",
+    context_settings={**PASS_ON, "allow_interspersed_args": True},
+    options_metavar="--file FILE [OPTIONS] [REWARD | KEY=VALUE]...",
+)
+def _test_rewards(
+    context: typer.Context,
+    file: Annotated[
+        Path, typer.Option(help="Rows with `completion` and the columns that rewards need.")
+    ],
+    repeats: Annotated[int, typer.Option(help="Passes that are compared.")] = 3,
+    hack_rows: Annotated[int, typer.Option(help="Prompts to try hacks on; 0 = none.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Score saved completions, compare repeated passes, and try known hacks.
+
+    Settings are given as to `tunebook grpo`, or the reward by name alone: exact_number. Exit code
+    1 = passes differ, or a completion could not be scored. A hack that scores is only reported.
+    """
+    from tunebook.display import make_console
+    from tunebook.reward_trial import show_trial, trial_config, try_rewards
+
+    trial = try_rewards(trial_config(context.args), file, repeats=repeats, hack_rows=hack_rows)
+    if as_json:
+        _print_json(dataclasses.asdict(trial))
+    else:
+        show_trial(trial, make_console())
+    raise typer.Exit(0 if trial.passed else 1)
+
+
 def _add_recipe_command(name: str, summary: str) -> None:
     @app.command(
         name, context_settings=PASS_ON, add_help_option=False, help=summary, short_help=summary
@@ -361,6 +464,14 @@ def _cell(value: Any) -> str:
         return ""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text.replace("\n", "\\n")
+
+
+def _setting_cell(value: Any) -> str:
+    """A value of a config as YAML has it, shortened."""
+    if isinstance(value, str):
+        first, *more = value.splitlines()
+        return f"{first[:60]}..." if more or len(first) > 60 else value
+    return json.dumps(value)
 
 
 for _name, _text in recipe_names().items():

@@ -18,17 +18,29 @@ def loss_name(loss_fn: Callable[..., Any]) -> str:
 
 
 def required_columns(loss_fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The columns a loss cannot do without: keyword-only parameters that nothing is bound to."""
+    """The columns a loss reads: its parameters after the first that nothing is bound to."""
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(
-        name
-        for name, parameter in inspect.signature(loss_fn).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        and parameter.default is inspect.Parameter.empty
+        parameter.name
+        for parameter in list(inspect.signature(loss_fn).parameters.values())[1:]
+        if parameter.kind in named and parameter.default is inspect.Parameter.empty
     )
 
 
-def check_columns(loss_fn: Callable[..., Any], available: Collection[str], *, recipe: str) -> None:
-    """Returns if the recipe has every column that the loss needs.
+def check_columns(
+    loss_fn: Callable[..., Any],
+    available: Collection[str],
+    *,
+    recipe: str,
+    essential: Collection[str] = (),
+) -> None:
+    """Returns if the recipe has every column that the loss needs, and the loss reads what it must.
+
+    Args:
+        loss_fn: the loss, its hyper-parameters bound.
+        available: columns that the recipe gives a loss.
+        recipe: its name, for messages.
+        essential: columns without which a loss has no use for what the recipe makes.
 
     Raises:
         ConfigError: names the loss, the column and what the recipe has.
@@ -53,4 +65,10 @@ def check_columns(loss_fn: Callable[..., Any], available: Collection[str], *, re
             raise ConfigError(
                 f"loss {loss_name(loss_fn)!r} needs {name!r}, which is neither a column of the "
                 f"{recipe} recipe ({', '.join(sorted(available))}) nor set as loss.{name}"
+            )
+    for name in essential:
+        if name not in required_columns(loss_fn):
+            raise ConfigError(
+                f"loss {loss_name(loss_fn)!r} does not read {name!r}, so it is no loss for the "
+                f"{recipe} recipe. `tunebook losses` lists those that are"
             )

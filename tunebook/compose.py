@@ -28,7 +28,7 @@ from tunebook.composition_errors import (
     is_composition_error,
     recipe_keys,
 )
-from tunebook.config import DataConfig, RecipeConfig
+from tunebook.config import DataConfig, GRPOConfig, RecipeConfig
 from tunebook.config_checks import check_ranges
 from tunebook.errors import ConfigError, RunError, TunebookError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
@@ -58,7 +58,9 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
     except Exception as error:
         raise explain_composition_error(error, recipe) from error
     for key, value in values.items():
-        free = key in ("loss", "tracker") or FREE_SECTION.match(f"{key}=") is not None
+        free = (
+            key in ("loss", "tracker", "environment") or FREE_SECTION.match(f"{key}=") is not None
+        )
         _update(config, key, value, recipe, add=free)
     resume = config.get("resume")
     if resume:
@@ -92,6 +94,8 @@ def parse(config: DictConfig, recipe: str) -> RecipeConfig:
                 f"{field.name} has no value; give one, or {field.name}=null where it is optional"
             )
     parsed.tracker = parsed.tracker or None
+    if isinstance(parsed, GRPOConfig):
+        parsed.environment = parsed.environment or None
     _make_paths_absolute(parsed)
     check_ranges(parsed)
     return parsed
@@ -116,7 +120,10 @@ def from_yaml(text: str, recipe: str) -> RecipeConfig:
     return parse(merged, recipe)
 
 
-FREE_SECTION = re.compile(r"(data|data\.eval)\.(columns|function_args)[.=]|(loss|tracker)\.[^=]*=")
+FREE_SECTION = re.compile(
+    r"(data|data\.eval)\.(columns|function_args)[.=]|reward\.functions[.=]"
+    r"|(loss|tracker|environment)\.[^=]*="
+)
 """Keys below these are names of the user's own: of columns, and of a function's arguments."""
 
 
@@ -129,7 +136,7 @@ RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
     "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict",
     "backend.device", "backend.micro_batch_tokens", "backend.recompute",
-    "backend.generator_memory",
+    "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 
@@ -323,7 +330,10 @@ def _split_overrides(
     """Override lines for Hydra (group choices among them), and values to set as they are."""
     if not isinstance(overrides, Mapping):
         return list(overrides), {}
-    groups = {"backend", "model", "data", "loss", "tracker", "experiment", "sweep"}
+    groups = {
+        "backend", "model", "data", "loss", "tracker", "experiment", "sweep", "reward",
+        "environment",
+    }  # fmt: skip
     sections = {key.rpartition(".")[0] for key in schema_keys(SCHEMAS[recipe])}
     lines: list[str] = []
     values: dict[str, Any] = {}

@@ -9,11 +9,15 @@ import re
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunebook.config import RecipeConfig, SFTConfig
+from tunebook.config import DPOConfig, GRPOConfig, RecipeConfig, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
 
-SCHEMAS: dict[str, type[RecipeConfig]] = {"sft": SFTConfig}
+SCHEMAS: dict[str, type[RecipeConfig]] = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "grpo": GRPOConfig,
+}
 """Recipe -> its schema."""
 
 
@@ -60,7 +64,7 @@ def _explain_missing_file(text: str) -> str:
 def recipe_keys(recipe: str) -> list[str]:
     """Every dotted key of a recipe: the schema's, and those of the free-form groups' files."""
     keys = schema_keys(SCHEMAS[recipe])
-    for group in ("backend", "loss", "tracker"):
+    for group in ("backend", "loss", "tracker", "environment"):
         names: set[str] = set()
         for file in importlib.resources.files("configs").joinpath(group).iterdir():
             content = OmegaConf.create(file.read_text(encoding="utf-8"))

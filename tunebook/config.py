@@ -44,6 +44,7 @@ class OnLongRow(StrEnum):
     """What happens to a row longer than `max_seq_len`."""
 
     truncate = "truncate"
+    truncate_prompt = "truncate_prompt"
     skip = "skip"
     error = "error"
 
@@ -60,6 +61,7 @@ class Normalization(StrEnum):
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
+    prompt_mean = "prompt_mean"
     fixed_horizon = "fixed_horizon"
     token_sum = "token_sum"
 
@@ -78,6 +80,46 @@ class ScheduleKind(StrEnum):
     linear = "linear"
     cosine = "cosine"
     wsd = "wsd"
+
+
+class OnRewardError(StrEnum):
+    """What happens when a reward function raises or takes too long."""
+
+    fail = "fail"
+    skip = "skip"
+
+
+class OnTruncated(StrEnum):
+    """What happens to a completion that ran into `rollout.max_new_tokens`."""
+
+    keep = "keep"
+    mask = "mask"
+    penalise = "penalise"
+
+
+class AdvantageEstimator(StrEnum):
+    """How rewards become advantages; see `tunebook.advantages`."""
+
+    group_mean = "group_mean"
+    group_std = "group_std"
+    batch_std = "batch_std"
+    rloo = "rloo"
+    maxrl = "maxrl"
+
+
+class KLEstimator(StrEnum):
+    """Estimate of the KL divergence to the reference; see `loss_fns.kl`."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLPlacement(StrEnum):
+    """Where the KL term goes."""
+
+    loss = "loss"
+    reward = "reward"
 
 
 class Direction(StrEnum):
@@ -136,7 +178,9 @@ class DataConfig(SourceConfig):
     on_bad_row: OnBadRow = MISSING
     """fail = refuse with every located problem; skip = leave such rows out, counted and listed."""
     on_long_row: OnLongRow = MISSING
-    """truncate = cut on the right (no end token is invented), skip, or error."""
+    """truncate = cut on the right (no end token is invented); truncate_prompt = cut both prompts of
+    a preference pair on the left; skip; error. A pair that keeps no answer on one side, and a
+    prompt to sample from that is too long, are left out rather than cut."""
     on_blank_answer: OnBlankAnswer = MISSING
     """error = a bad row; end_token = supervise only the end of the turn."""
     id_column: str | None = None
@@ -325,7 +369,6 @@ class RecipeConfig:
     lora: LoraSettings | None = MISSING
     max_seq_len: int = MISSING
     """Tokens of the longest row."""
-    samples: SamplesConfig = MISSING
     start_from: str | None = None
     """A run directory, checkpoint or adapter to begin from (weights only, step 0)."""
     resume: str | None = None
@@ -352,3 +395,117 @@ class SFTConfig(RecipeConfig):
 
     normalization: NormalizationConfig = MISSING
     """How the loss is averaged."""
+    samples: SamplesConfig = MISSING
+
+
+@dataclass
+class DPOConfig(RecipeConfig):
+    """Direct preference optimisation, on pairs of a chosen and a rejected answer."""
+
+    samples: SamplesConfig = MISSING
+
+
+@dataclass
+class RewardConfig:
+    """What scores a completion."""
+
+    functions: dict[str, Any] = MISSING
+    """Name -> `_target_` of a reward function, its arguments, and `weight` (1 if left out)."""
+    timeout_s: float = MISSING
+    """Seconds that one call may take; beyond, the completion is unscored by that function."""
+    max_concurrency: int = MISSING
+    """Calls that run at a time."""
+    on_error: OnRewardError = MISSING
+    """fail = end the run with the traceback; skip = the completion is unscored, counted, reported.
+    A time-out is treated likewise."""
+
+
+@dataclass
+class RolloutConfig:
+    """How completions are sampled and trained."""
+
+    group_size: int = MISSING
+    """Completions per prompt; at least 2."""
+    max_new_tokens: int = MISSING
+    """Tokens of the longest completion, of one turn where there are several."""
+    temperature: float = MISSING
+    """Of sampling, and of the log-probs that are trained."""
+    eval_group_size: int = MISSING
+    """Completions of each held-out prompt, over which its reward is averaged."""
+    eval_temperature: float | None = None
+    """Of sampling for the evaluation; 0 = greedy, null = `temperature`."""
+    top_p: float = MISSING
+    """Must be 1: the trained ratio would not be that of the sampler."""
+    top_k: int = MISSING
+    """Must be 0 (off), for the same reason."""
+    stop: list[Any] = field(default_factory=list)
+    """Strings or token ids that end a completion, besides the model's own end tokens."""
+    num_substeps: int = MISSING
+    """Optimizer updates per rollout batch, each on its share of the groups."""
+    num_iterations: int = MISSING
+    """Passes over the completions of one rollout batch."""
+    policy_lag: int = MISSING
+    """Steps between the weights that sample and those that are trained: 0, or 1 = the next batch is
+    sampled while this one is trained."""
+    truncated: OnTruncated = MISSING
+    """Completions without an end: keep them, mask them out of the loss, or penalise them softly."""
+    penalty_buffer: int = MISSING
+    """truncated=penalise: the last tokens before max_new_tokens, over which a penalty grows
+    linearly from 0 to 1."""
+    dynamic_sampling: int = MISSING
+    """Further prompts that one step may sample to replace groups whose rewards are all equal; 0 =
+    off."""
+
+
+@dataclass
+class KeptConfig:
+    """Completions that are kept in `samples/`, to look at."""
+
+    num_prompts: int = MISSING
+    """Prompts of a step, and of an evaluation, whose completions are kept; 0 = none."""
+
+
+@dataclass
+class AdvantageConfig:
+    """How rewards become advantages."""
+
+    estimator: AdvantageEstimator = MISSING
+    """What rewards are compared with and scaled by."""
+
+
+@dataclass
+class KLConfig:
+    """Distance from the policy at the start of the run."""
+
+    beta: float = MISSING
+    """Weight of the KL term; 0 = off, and no reference is kept."""
+    estimator: KLEstimator = MISSING
+    """How it is estimated from the sampled tokens."""
+    placement: KLPlacement = MISSING
+    """loss = a term with a gradient of its own; reward = taken off the advantages, centred."""
+
+
+@dataclass
+class HealthConfig:
+    """Rules that watch a run and say what looks wrong."""
+
+    window: int = MISSING
+    """Steps that a rule looks back on."""
+    stop: list[str] = field(default_factory=list)
+    """Names of the rules that end the run when they fire; `all` = any of them."""
+
+
+@dataclass
+class GRPOConfig(RecipeConfig):
+    """Group-relative policy optimisation: sample, score, and train on what scored better."""
+
+    reward: RewardConfig = MISSING
+    rollout: RolloutConfig = MISSING
+    advantage: AdvantageConfig = MISSING
+    kl: KLConfig = MISSING
+    normalization: NormalizationConfig = MISSING
+    """How the loss is averaged over one optimizer update."""
+    environment: dict[str, Any] | None = None
+    """`_target_` of an environment and its arguments; null = one answer per prompt."""
+    samples: KeptConfig = MISSING
+    health: HealthConfig = MISSING

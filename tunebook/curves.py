@@ -20,6 +20,8 @@ _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of the braille dot at [column][row] of a character cell."""
 TRAIN_LOSS, EVAL_LOSS, LEARNING_RATE = "train/loss", "eval/loss", "train/learning_rate"
+SECOND_METRICS = ("reward", "accuracy")
+"""What is drawn below the loss, where it was recorded; the first of them."""
 
 
 def sparkline(values: Sequence[float], *, width: int = 40, unicode: bool = True) -> str:
@@ -42,6 +44,7 @@ def loss_curve(
     width: int = 72,
     height: int = 12,
     unicode: bool = True,
+    name: str = "loss",
 ) -> str:
     """A chart of loss over steps in text: train as a line, evaluations as marks.
 
@@ -51,11 +54,12 @@ def loss_curve(
         width: characters of the whole chart.
         height: lines of the drawing, without axis and legend.
         unicode: braille dots and lines; else ASCII.
+        name: what is drawn, if it is not the loss.
     """
     train, evals = finite(train), finite(evals)
     points = [*train, *evals]
     if not points:
-        return "no loss has been recorded"
+        return f"no {name} has been recorded"
     low, high = _range([value for _, value in points])
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     labels = [f"{high:.3g}", f"{(low + high) / 2:.3g}", f"{low:.3g}"]
@@ -81,23 +85,27 @@ def loss_curve(
         [
             *_with_labels(rows, labels, margin, unicode),
             *_step_axis(first, last, margin, columns, unicode),
-            _legend(bool(train), bool(evals), margin, unicode),
+            _legend(name, bool(train), bool(evals), margin, unicode),
         ]
     )
 
 
 def curve_of_run(rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """`loss_curve` of the metrics of a run, its train loss a running mean; with its options."""
+    """`loss_curve` of the metrics of a run, the train side a running mean; with its options.
+
+    Where rewards were recorded they are drawn: the loss of a policy says little.
+    """
     plain = [dict(row) for row in rows]
-    train = finite(history(plain, TRAIN_LOSS))
+    name = "reward" if any("train/reward" in row for row in plain) else "loss"
+    train = finite(history(plain, f"train/{name}"))
     calm = smoothed(train, max(len(train) // 10, 1))
-    return loss_curve(calm, history(plain, EVAL_LOSS), **options)
+    return loss_curve(calm, history(plain, f"eval/{name}"), name=name, **options)
 
 
 def plot_curves(
     rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, best_step: int | None = None
 ) -> Path:
-    """Writes a PNG of loss, evaluation and learning rate over steps, and returns its path.
+    """Writes a PNG of loss, reward or accuracy, and learning rate over steps; returns its path.
 
     Args:
         rows: metrics of a run, one dict a step.
@@ -111,16 +119,26 @@ def plot_curves(
     train = finite(history(plain, TRAIN_LOSS))
     evals = finite(history(plain, EVAL_LOSS))
     rates = finite(history(plain, LEARNING_RATE))
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    heights = [3, 1] if rates else [1]
+    recorded = {key for row in plain for key in row}
+    second = next((name for name in SECOND_METRICS if f"train/{name}" in recorded), None)
+    figure = Figure(figsize=(8, 5 if second is None else 7), dpi=150, layout="constrained")
+    heights = [3, *([2] if second else []), *([1] if rates else [])]
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    _draw_losses(axes[0], train, evals, best_step)
+    per_token = any("eval/perplexity" in row for row in plain)
+    _draw(axes[0], "loss", train, evals, best_step)
+    axes[0].set_ylabel("loss (nats per token)" if per_token else "loss")
     axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
+    if second is not None:
+        trained, evaluated = (
+            finite(history(plain, f"{side}/{second}")) for side in ("train", "eval")
+        )
+        _draw(axes[1], second, trained, evaluated, best_step)
+        axes[1].set_ylabel(second)
     if rates:
-        axes[1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)
-        axes[1].set_ylabel("learning rate")
-        axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-        axes[1].set_ylim(bottom=0)
+        axes[-1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)
+        axes[-1].set_ylabel("learning rate")
+        axes[-1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        axes[-1].set_ylim(bottom=0)
     for one in axes:
         one.grid(alpha=0.25, linewidth=0.6)
         one.spines[["top", "right"]].set_visible(False)
@@ -139,9 +157,12 @@ def smoothed(points: Sequence[Point], window: int) -> list[Point]:
     ]
 
 
-def _draw_losses(axes: Axes, train: list[Point], evals: list[Point], best_step: int | None) -> None:
+def _draw(
+    axes: Axes, name: str, train: list[Point], evals: list[Point], best_step: int | None
+) -> None:
+    """Draws what a metric was in training and in evaluations, the best of them marked."""
     if train:
-        axes.plot(*zip(*train, strict=True), color="#93c5fd", linewidth=1.0, label="train loss")
+        axes.plot(*zip(*train, strict=True), color="#93c5fd", linewidth=1.0, label=f"train {name}")
     if len(train) >= 20:
         calm = smoothed(train, max(len(train) // 20, 2))
         axes.plot(*zip(*calm, strict=True), color="#1d4ed8", linewidth=1.6, label="train, smoothed")
@@ -152,7 +173,7 @@ def _draw_losses(axes: Axes, train: list[Point], evals: list[Point], best_step: 
             linewidth=1.4,
             marker="o",
             markersize=5,
-            label="eval loss",
+            label=f"eval {name}",
         )
     best = [(step, value) for step, value in evals if step == best_step]
     if best:
@@ -164,7 +185,6 @@ def _draw_losses(axes: Axes, train: list[Point], evals: list[Point], best_step: 
             markersize=14,
             label=f"best eval, {best[0][1]:.4g} at step {best_step}",
         )
-    axes.set_ylabel("loss (nats per token)")
     if train or evals:
         axes.legend(frameon=False, fontsize=9)
 
@@ -223,9 +243,9 @@ def _step_axis(first: int, last: int, margin: int, columns: int, unicode: bool) 
     return [f"{indent}{corner}{dash * columns}", f"{indent} {left}{gap}{right}"]
 
 
-def _legend(train: bool, evals: bool, margin: int, unicode: bool) -> str:
+def _legend(name: str, train: bool, evals: bool, margin: int, unicode: bool) -> str:
     parts = [
-        f"{'⠒⠒' if unicode else '**'} train loss" if train else "",
-        f"{'●' if unicode else 'o'} eval loss" if evals else "",
+        f"{'⠒⠒' if unicode else '**'} train {name}" if train else "",
+        f"{'●' if unicode else 'o'} eval {name}" if evals else "",
     ]
     return " " * (margin + 2) + "   ".join(part for part in parts if part)

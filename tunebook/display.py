@@ -23,6 +23,7 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TextColumn,
 )
 from rich.table import Column
@@ -38,6 +39,10 @@ SPEED_WINDOW = 20
 """Steps over which speed and time left are averaged."""
 DEBUG_VARIABLE = "TUNEBOOK_DEBUG"
 EXIT_INTERRUPTED = 130
+HEADLINES = ("perplexity", "reward", "accuracy", "margin")
+"""Metrics shown beside the loss, where there are any."""
+COUNT_EVERY_S = 5.0
+"""Seconds between plain lines of a count."""
 
 
 def make_console(stream: IO[str] | None = None) -> Console:
@@ -100,6 +105,7 @@ class StepProgress(Protocol):
         step: int,
         *,
         loss: float | None = None,
+        others: Mapping[str, float] | None = None,
         tokens: int | None = None,
         seconds: float | None = None,
     ) -> None:
@@ -108,6 +114,7 @@ class StepProgress(Protocol):
         Args:
             step: optimizer steps made.
             loss: of the step; None = unknown.
+            others: what else to show of the step, by name.
             tokens: tokens of the step, for the speed.
             seconds: of the step; None = measured between calls.
         """
@@ -115,6 +122,10 @@ class StepProgress(Protocol):
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of an evaluation after a step."""
+        ...
+
+    def count(self, what: str, done: int, total: int) -> None:
+        """Shows how far something other than a step has come; `done == total` ends it."""
         ...
 
     def note(self, text: str) -> None:
@@ -136,14 +147,28 @@ def progress_display(
     """
     console = make_console() if console is None else console
     if (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter:
-        with _LiveProgress(total_steps, done, console) as live:
+        with _LiveProgress(total_steps, done, console) as live, _shown(live):
             yield live
         return
     lines = _PlainProgress(total_steps, done, log_every, console)
     try:
-        yield lines
+        with _shown(lines):
+            yield lines
     finally:
         lines.close()
+
+
+_displays: list[StepProgress] = []
+"""The displays of the blocks that are running, innermost last."""
+
+
+@contextmanager
+def _shown(display: StepProgress) -> Iterator[None]:
+    _displays.append(display)
+    try:
+        yield
+    finally:
+        _displays.remove(display)
 
 
 def report_error(error: BaseException, *, debug: bool = False) -> int:
@@ -219,15 +244,29 @@ class _Speed:
         return f"{duration_text(seconds * steps)} left"
 
 
+def headlines(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The metrics that say most beside the loss, without the prefix of their names."""
+    return {
+        name: metrics[prefix + name] for name in HEADLINES if metrics.get(prefix + name) is not None
+    }
+
+
 def _evaluation_text(metrics: Mapping[str, float]) -> str:
-    shown = {key: value for key, value in metrics.items() if "/num_" not in key}
-    return "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
+    """Loss and headlines, where the metrics have any; else all of them but counts."""
+    wanted = {"eval/loss", *(f"eval/{name}" for name in HEADLINES)}
+    shown = {key: value for key, value in metrics.items() if key in wanted}
+    shown = shown or {key: value for key, value in metrics.items() if "/num_" not in key}
+    return _named_values(shown)
+
+
+def _named_values(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{key} {value:.4f}" for key, value in values.items())
 
 
 def _short_evaluation_text(metrics: Mapping[str, float]) -> str:
     """The loss, else the first metric: what fits beside a bar."""
     key = "eval/loss" if "eval/loss" in metrics else next(iter(metrics), None)
-    return "" if key is None else _evaluation_text({key: metrics[key]})
+    return "" if key is None else _named_values({key: metrics[key]})
 
 
 class _StateColumn(ProgressColumn):
@@ -241,7 +280,7 @@ class _StateColumn(ProgressColumn):
         parts: dict[str, str] = task.fields["parts"]
         taken = len("step ") + 2 * len(f"{task.total:.0f}") + len("/ ") + LIVE_BAR_WIDTH + len(" ")
         shown = {name: part for name, part in parts.items() if part}
-        for dispensable in ("speed", "left", "evaluation"):
+        for dispensable in ("speed", "left", "evaluation", "others"):
             if len("  ".join(shown.values())) <= self._console.width - taken:
                 break
             shown.pop(dispensable, None)
@@ -254,15 +293,17 @@ class _LiveProgress:
         self._speed = _Speed()
         self._evaluation = ""
         self._loss = ""
+        self._others = ""
+        self._count: TaskID | None = None
         self._progress = Progress(
-            TextColumn("step", table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=LIVE_BAR_WIDTH),
             _StateColumn(console),
             console=console,
             refresh_per_second=8,
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=done, parts={})
+        self._task = self._progress.add_task("step", total=total_steps, completed=done, parts={})
 
     def __enter__(self) -> _LiveProgress:
         self._progress.start()
@@ -276,16 +317,26 @@ class _LiveProgress:
         step: int,
         *,
         loss: float | None = None,
+        others: Mapping[str, float] | None = None,
         tokens: int | None = None,
         seconds: float | None = None,
     ) -> None:
         self._speed.add(tokens, seconds)
         self._loss = "" if loss is None else f"loss {loss:.4f}"
+        self._others = _named_values(dict(list((others or {}).items())[:1]))
         self._show(step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._evaluation = f"{_short_evaluation_text(metrics)} @ {step}"
         self._show(step)
+
+    def count(self, what: str, done: int, total: int) -> None:
+        if self._count is None:
+            self._count = self._progress.add_task(what, parts={})
+        self._progress.update(self._count, completed=done, total=total)
+        if done >= total:
+            self._progress.remove_task(self._count)
+            self._count = None
 
     def note(self, text: str) -> None:
         self._progress.console.print(Text(text))
@@ -293,6 +344,7 @@ class _LiveProgress:
     def _show(self, step: int) -> None:
         parts = {
             "loss": self._loss,
+            "others": self._others,
             "evaluation": self._evaluation,
             "speed": self._speed.tokens_text(),
             "left": self._speed.left_text(self._total - step),
@@ -309,12 +361,14 @@ class _PlainProgress:
         self._speed = _Speed()
         self._extra_left = EXTRA_LINES
         self._unshown = ""
+        self._counted_at = time.monotonic()
 
     def step(
         self,
         step: int,
         *,
         loss: float | None = None,
+        others: Mapping[str, float] | None = None,
         tokens: int | None = None,
         seconds: float | None = None,
     ) -> None:
@@ -324,6 +378,7 @@ class _PlainProgress:
         parts = (
             f"step {step}/{self._total}",
             "" if loss is None else f"loss {loss:.4f}",
+            _named_values(others or {}),
             self._unshown,
             self._speed.tokens_text(),
             self._speed.left_text(self._total - step),
@@ -339,6 +394,12 @@ class _PlainProgress:
         else:
             self._unshown = f"{text} @ {step}"
 
+    def count(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._counted_at >= COUNT_EVERY_S:
+            self._print(f"{what} {done}/{total}")
+            self._counted_at = now
+
     def note(self, text: str) -> None:
         self._print(text)
 
@@ -353,7 +414,14 @@ class _PlainProgress:
 
 @contextmanager
 def counting(what: str, *, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A callback `(done, total)` for a block, shown as a bar on a terminal and nowhere else."""
+    """A callback `(done, total)` for a block, shown as a bar on a terminal and nowhere else.
+
+    Inside `progress_display` it is shown there, since a terminal has room for one display.
+    """
+    if _displays:
+        display = _displays[-1]
+        yield lambda done, total: display.count(what, done, total)
+        return
     console = make_console(sys.stderr) if console is None else console
     with Progress(
         TextColumn("{task.description}"),

@@ -102,6 +102,15 @@ class NonFiniteError(TunebookError, RuntimeError):
     category = "numeric"
 
 
+class RewardError(TunebookError, RuntimeError):
+    """A reward that failed where it was told to end the run, or that cannot be run at all.
+
+    The message holds the traceback of the reward.
+    """
+
+    code = "reward"
+
+
 class BackendError(TunebookError, RuntimeError):
     """A backend that cannot do what was asked of it."""
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from tunebook.columns import required_columns
 from tunebook.errors import ConfigError
 from tunebook.types import Datum, Metrics
 
 if TYPE_CHECKING:
-    from tunebook.backends.base import Session
+    from torch import Tensor
+
+    from tunebook.backends.base import LossFn, Session
     from tunebook.config import EvalConfig
 
+T = TypeVar("T")
 NLL_METRICS = ("eval/loss", "eval/perplexity")
 """Metrics of `evaluate_nll` that a monitor can name."""
 IMPROVES_DOWN = ("loss", "nll", "perplexity", "kl", "error")
@@ -50,9 +54,10 @@ def choose_monitor(config: EvalConfig, *, available: Collection[str], default: s
     if config.direction is not None:
         return Monitor(metric, lower_is_better=config.direction.value == "down")
     words = metric.lower()
-    if any(word in words for word in IMPROVES_DOWN):
+    inferred = "rejected" not in words  # a reward that should fall
+    if inferred and any(word in words for word in IMPROVES_DOWN):
         return Monitor(metric, lower_is_better=True)
-    if any(word in words for word in IMPROVES_UP):
+    if inferred and any(word in words for word in IMPROVES_UP):
         return Monitor(metric, lower_is_better=False)
     raise ConfigError(
         f"eval.monitor={metric}: its name does not tell which way it improves; set "
@@ -73,7 +78,7 @@ def evaluate_nll(session: Session, data: Iterable[Datum], *, rows_per_call: int)
     """
     total_nll = total_weight = 0.0
     num_tokens = 0
-    for batch in _batches(data, rows_per_call):
+    for batch in batches(data, rows_per_call):
         for datum, logprobs in zip(batch, session.forward(batch).result(), strict=True):
             weights = np.asarray(datum.columns["token_weights"], dtype=np.float64)
             counted = weights != 0
@@ -85,7 +90,52 @@ def evaluate_nll(session: Session, data: Iterable[Datum], *, rows_per_call: int)
     return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/num_tokens": float(num_tokens)}
 
 
-def _batches(data: Iterable[Datum], size: int) -> Iterator[list[Datum]]:
+def evaluate_loss(
+    session: Session, data: Iterable[Datum], loss_fn: LossFn, *, rows_per_call: int
+) -> Metrics:
+    """The loss function and its metrics over the whole split, forward only, by their own names.
+
+    They are summed over calls in float64; every divisor is in the columns, so the batch size cannot
+    change them.
+
+    Args:
+        session: the policy.
+        data: with every column that the loss reads.
+        loss_fn: see `LossFn`.
+        rows_per_call: data per `forward` call, a multiple of the rows that belong together.
+    """
+    import torch
+
+    totals: Metrics = {}
+    for batch in batches(data, rows_per_call):
+        found = session.forward(batch).result()
+        logprobs_BT = torch.zeros(len(batch), max(datum.num_scored for datum in batch)).double()
+        for row, (datum, logprobs) in enumerate(zip(batch, found, strict=True)):
+            counted = torch.from_numpy(np.asarray(datum.columns["token_weights"]) != 0)
+            logprobs_BT[row, : datum.num_scored][counted] = logprobs.double().cpu()[counted]
+        with torch.no_grad():
+            loss, metrics = loss_fn(logprobs_BT, **_columns(batch, required_columns(loss_fn)))
+        for name, value in {"loss": loss, **metrics}.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+def _columns(batch: Sequence[Datum], names: Sequence[str]) -> dict[str, Tensor]:
+    """The named columns in float64: `[B, T]` padded with 0, or `[B]` for plain floats."""
+    import torch
+
+    longest = max(datum.num_scored for datum in batch)
+    columns: dict[str, Tensor] = {}
+    for name in names:
+        values = [np.asarray(datum.columns[name], dtype=np.float64) for datum in batch]
+        if values[0].ndim:
+            values = [np.pad(value, (0, longest - len(value))) for value in values]
+        columns[name] = torch.from_numpy(np.stack(values))
+    return columns
+
+
+def batches(data: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of at most `size`, in order."""
     remaining = iter(data)
     while batch := list(islice(remaining, size)):
         yield batch

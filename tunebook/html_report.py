@@ -10,7 +10,7 @@ from typing import Any
 
 from tunebook.curves import plot_curves
 from tunebook.plan_report import plan_text
-from tunebook.report import summary_text
+from tunebook.report import reward_text, summary_text
 from tunebook.runs.directory import RunDir
 from tunebook.runs.files import replace_text, without_surrogates
 from tunebook.text_tables import UNLIMITED_WIDTH
@@ -48,6 +48,7 @@ def write_html_report(run: RunDir) -> Path:
         f"<pre>{_escaped(summary_text(run, width=UNLIMITED_WIDTH))}</pre>",
         f'<img alt="loss over steps" src="data:image/png;base64,{encoded}">',
         _samples(run.samples()),
+        _rollouts(run.last_rollouts()),
         _plan(run.read_plan()) if has_plan else "",
     ]
     page = (
@@ -73,13 +74,36 @@ def _samples(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     rows = [
         [
             answers[0].get("prompt"),
-            *(one.get("completion") for one in answers),
+            *(_answer(one) for one in answers),
             *([answers[0].get("expected")] * has_expected),
         ]
         for answers in by_prompt
     ]
     lines = [_table_line("th", head), *(_table_line("td", row) for row in rows)]
     return f"<h2>Answers</h2><table>{''.join(lines)}</table>"
+
+
+def _answer(sample: Mapping[str, Any]) -> str | None:
+    if "reward" not in sample:
+        return sample.get("completion")
+    return f"{sample.get('completion')}\n\nreward {reward_text(sample['reward'])}"
+
+
+def _rollouts(rollouts: Sequence[Mapping[str, Any]]) -> str:
+    """What the last step was trained on."""
+    if not rollouts:
+        return ""
+    lines = [_table_line("th", ["prompt", "completion", "reward", "advantage"])]
+    for one in rollouts:
+        advantage = one.get("advantage")
+        cells = [
+            one.get("prompt"),
+            one.get("completion"),
+            reward_text(one.get("reward")),
+            "" if advantage is None else f"{advantage:+.2f}",
+        ]
+        lines.append(_table_line("td", cells))
+    return f"<h2>Trained on in the last step</h2><table>{''.join(lines)}</table>"
 
 
 def _table_line(tag: str, cells: Sequence[Any]) -> str:

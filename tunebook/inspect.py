@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.render.cache import Rendered, RenderedRows
+from tunebook.config import OnLongRow
+from tunebook.data.rows import Kind
+from tunebook.render.cache import Rendered, RenderedRows, RenderReport
 from tunebook.render.chat_template import template_hash
 from tunebook.render.codec import Codec
 from tunebook.render.lints import LintFinding, Severity, lint_rows
+from tunebook.render.pairs import SIDES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,9 +117,14 @@ def _shown_rows(rendered: RenderedRows, limit: int) -> list[tuple[int, range]]:
 
 def _heading(row: Row, datum: int, rendered: RenderedRows, item: Rendered) -> tuple[str, str]:
     """Where a datum is from, and how much of it is trained."""
+    where = f"{row.file}:{row.line}"
+    if row.kind is Kind.prompt:
+        return where, f"a prompt of {len(item.tokens)} tokens"
+    if row.kind is Kind.preference:
+        where = f"{where} {SIDES[datum - rendered.data_of_row(item.row)[0]]}"
     supervised = int(rendered.supervised[datum])
     cut = ", truncated" if item.truncated else ""
-    return f"{row.file}:{row.line}", f"{supervised} of {len(item.tokens)} tokens carry loss{cut}"
+    return where, f"{supervised} of {len(item.tokens)} tokens carry loss{cut}"
 
 
 def visible(text: str) -> str:
@@ -169,7 +177,7 @@ def summary_lines(
 ) -> list[str]:
     """What was rendered and what the lints say, a sentence a line."""
     report = rendered.report
-    warnings = [*report.warnings, *_truncation(report.truncated)]
+    warnings = [*report.warnings, *_truncation(report)]
     dropped = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
     lines = [
         f"{len(report.kept_rows)} of {report.num_rows} rows, {report.num_data} data, "
@@ -188,10 +196,12 @@ def summary_lines(
     return lines
 
 
-def _truncation(count: int) -> list[str]:
-    if not count:
+def _truncation(report: RenderReport) -> list[str]:
+    if not report.truncated:
         return []
-    what = "1 datum was" if count == 1 else f"{count} data were"
+    what = "1 datum was" if report.truncated == 1 else f"{report.truncated} data were"
+    if report.settings["on_long_row"] == OnLongRow.truncate_prompt:
+        return [f"{what} cut to max_seq_len, so the beginning of the prompt is never seen"]
     return [f"{what} cut at max_seq_len, so what comes after it is never trained"]
 
 
@@ -228,7 +238,8 @@ def html_page(
 ) -> str:
     """A self-contained page of the first rows, their lints and how they were rendered."""
     codec = Codec(tokenizer)
-    settings = ", ".join(f"{key}={value}" for key, value in rendered.report.settings.items())
+    given = rendered.report.settings.items()
+    settings = ", ".join(f"{key}={value}" for key, value in given if value is not None)
     name = f"{tokenizer.name_or_path}, template {template_hash(tokenizer)}"
     lines = "".join(f"<li>{_escape(line)}</li>" for line in summary_lines(rows, rendered, findings))
     problems = "".join(f'<li class="bad">{_escape(str(finding))}</li>' for finding in findings)

@@ -20,6 +20,7 @@ from tunebook.compose import compose, escaped, hydra_main
 from tunebook.config import RecipeConfig
 from tunebook.display import (
     StepProgress,
+    headlines,
     make_console,
     progress_display,
     report_error,
@@ -181,7 +182,7 @@ def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
 def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     """Drains a training under a live display and prints what came of it; returns the exit code."""
     from tunebook.html_report import write_html_report
-    from tunebook.report import render_summary, samples_table
+    from tunebook.report import render_summary, rollouts_table, samples_table
 
     console = make_console()
     newest = newest_checkpoint(run.checkpoints())
@@ -198,6 +199,11 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     except BaseException:
         console.print(failure_text(run), soft_wrap=True)
         raise
+    rollouts = run.last_rollouts()
+    if rollouts:
+        first = [each for each in rollouts if each["prompt"] == rollouts[0]["prompt"]]
+        console.print("What the last step was trained on, for the first of its prompts:")
+        console.print(rollouts_table(first))
     samples = run.samples()
     if len(samples) > 1:
         before, after = min(samples), max(samples)
@@ -225,11 +231,14 @@ def show(report: StepReport, display: StepProgress) -> None:
     display.step(
         report.step,
         loss=report.metrics.get("train/loss"),
+        others=headlines(report.metrics, "train/"),
         tokens=int(report.metrics["train/tokens"]),
         seconds=report.metrics["time/step_s"],
     )
     if report.evaluation is not None:
         display.evaluation(report.step, report.evaluation)
+    for note in report.notes:
+        display.note(note)
 
 
 @dataclass

@@ -46,16 +46,46 @@ def build_backend(config: RecipeConfig) -> Backend:
     )
 
 
-def check_backend(config: RecipeConfig) -> int | None:
+def check_backend(
+    config: RecipeConfig,
+    *,
+    samples: bool = False,
+    num_sessions: int = 1,
+    temperature: float = 1.0,
+) -> int | None:
     """Number of parameters that the config trains, if the backend can do what it asks for.
 
     None = the backend knows it only when it opens, which this does not do.
+
+    Args:
+        config: of the run.
+        samples: the recipe cannot do without a generator.
+        num_sessions: sessions that are open at a time.
+        temperature: that log-probs are trained at.
 
     Raises:
         ConfigError: names the setting and what the backend can do.
     """
     backend = build_backend(config)
     can = backend.capabilities
+    if samples and not can.has_generator:
+        raise ConfigError("this backend does not sample, which this recipe needs; use another one")
+    if temperature != 1 and not can.temperature:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g}: this backend trains log-probs of temperature 1 "
+            "only, so the ratio to the sampler's would be wrong; use rollout.temperature=1"
+        )
+    if num_sessions > 1 and (config.lora is None or can.max_sessions < num_sessions):
+        why = (
+            "lora=null trains the base itself"
+            if config.lora is None
+            else (f"this backend has {can.max_sessions}")
+        )
+        raise ConfigError(
+            f"kl.beta is above 0, so that {num_sessions} sessions are open at a time, one of them "
+            f"the reference, but {why}. Set kl.beta=0, or train an adapter on a backend that takes "
+            "more sessions"
+        )
     if config.lora is None and not can.full_weight:
         raise ConfigError("lora=null: this backend trains adapters only, not full weights")
     if config.optimizer.kind.value not in can.optimizers:
@@ -98,6 +128,17 @@ def open_session(
         directory=run.checkpoints_dir,
         restore=restore,
         with_optimizer=with_optimizer,
+    )
+
+
+def open_start(config: RecipeConfig, backend: Backend, run: RunDir) -> Session:
+    """A session with the weights that the run began from, never stepped: the reference policy."""
+    return backend.open_session(
+        f"{run.record.recipe}-{run.record.id}-reference",
+        config.lora.to_lora() if config.lora else None,
+        directory=run.checkpoints_dir,
+        restore=starting_point(config.start_from),
+        with_optimizer=False,
     )
 
 

@@ -155,6 +155,25 @@ def steps(
         yield step, step_rows(plan, sources, seed=seed, step=step)
 
 
+def stream_rows(
+    sources: tuple[MixedRows, ...], *, seed: int, start: int, count: int
+) -> tuple[int, ...]:
+    """`count` rows of the endless stream of epochs, from position `start` on.
+
+    For steps that take as many rows as they need: the data state of a run is then the number of
+    rows taken. Without a partial last batch it is the same order as that of `step_rows`.
+
+    Args:
+        sources: rows by source.
+        seed: order of the rows.
+        start: rows taken before.
+        count: rows to take.
+    """
+    per_epoch = sum(source.rows_per_epoch for source in sources)
+    positions = (divmod(position, per_epoch) for position in range(start, start + count))
+    return tuple(_cached_epoch_rows(sources, seed, epoch)[offset] for epoch, offset in positions)
+
+
 def mix(
     rows: Sequence[int], row_sources: Sequence[int], weights: Sequence[float]
 ) -> tuple[MixedRows, ...]:

@@ -25,8 +25,9 @@ def plan_text(plan: Mapping[str, Any], *, width: int = 100, unicode: bool = True
 
     Args:
         plan: a dict with
-            `recipe`, `name`, `model`, `start_from`, `backend`, `loss`, `normalization`, `monitor`:
-            text;
+            `recipe`, `name`, `model`, `start_from`, `backend`, `loss`, `reference`,
+            `normalization`, `rollout`, `reward`, `monitor`: text;
+            `unit`: what rows are called, "rows" if it is missing;
             `data`: names of the sources;
             `rows_read`, `rows_skipped`: counts over all sources;
             `train`, `eval`: {`rows`, `kept`, `truncated`, `dropped`: {reason: count}, `tokens`};
@@ -59,7 +60,10 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     table = two_columns()
     head = " ".join(str(plan[key]) for key in ("recipe", "name") if plan.get(key))
     add_line(table, "plan", head)
-    for key in ("model", "start_from", "backend", "loss", "normalization", "monitor"):
+    for key in (
+        "model", "start_from", "backend", "loss", "reference", "normalization", "rollout",
+        "reward", "monitor",
+    ):  # fmt: skip
         add_line(table, key.replace("_", " "), plan.get(key))
     add_line(table, "data", ", ".join(map(str, plan.get("data") or [])))
     _add_rows(table, plan)
@@ -85,16 +89,18 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
 
 
 def _add_rows(table: Table, plan: Mapping[str, Any]) -> None:
+    unit = _unit(plan)
     figures = (("rows_read", "read"), ("rows_skipped", "skipped as unusable"))
     add_line(table, "rows", _figures(plan, figures))
     for side in ("train", "eval"):
         part = plan.get(side) or {}
-        figures = (("rows", "rows"), ("kept", "kept"), ("truncated", "truncated"))
+        cut = "answers truncated" if unit == "pairs" else "truncated"
+        figures = (("rows", unit), ("kept", "kept"), ("truncated", cut))
         add_line(table, side, _figures(part, figures))
         for reason, count in (part.get("dropped") or {}).items():
             add_line(table, "", f"{count_text(count)} dropped: {reason}")
     if plan.get("unused_rows_per_epoch"):
-        add_line(table, "", f"{count_text(plan['unused_rows_per_epoch'])} rows unused per epoch")
+        add_line(table, "", f"{count_text(plan['unused_rows_per_epoch'])} {unit} unused per epoch")
     split = plan.get("split") or {}
     add_line(table, "split", split.get("rule"))
     figures = (
@@ -111,9 +117,11 @@ def _add_tokens(table: Table, plan: Mapping[str, Any], unicode: bool) -> None:
         "supervised": plan.get("supervised_tokens"),
         "allowed": plan.get("max_seq_len"),
     }
-    parts = [_figures(tokens, (("total", "in the train rows"), ("supervised", "supervised")))]
+    unit = _unit(plan)
+    parts = [_figures(tokens, (("total", f"in the train {unit}"), ("supervised", "supervised")))]
     if tokens["allowed"] is not None:
-        parts.append(f"at most {count_text(tokens['allowed'])} a row")
+        one = "prompt and answer" if unit == "pairs" else "row"
+        parts.append(f"at most {count_text(tokens['allowed'])} a {one}")
     add_line(table, "tokens", ", ".join(part for part in parts if part))
     buckets = plan.get("token_histogram") or []
     most = max((bucket["count"] for bucket in buckets), default=0)
@@ -131,7 +139,7 @@ def _add_steps(table: Table, plan: Mapping[str, Any]) -> None:
     figures = (
         ("planned_steps", "planned"),
         ("steps_per_epoch", "an epoch"),
-        ("batch_size", "rows each"),
+        ("batch_size", f"{_unit(plan)} each"),
     )
     add_line(table, "steps", _figures(plan, figures))
     if plan.get("epochs") is not None:
@@ -178,6 +186,11 @@ def _figures(values: Mapping[str, Any], named: Sequence[tuple[str, str]]) -> str
     return ", ".join(
         f"{count_text(values[key])} {words}" for key, words in named if values.get(key) is not None
     )
+
+
+def _unit(plan: Mapping[str, Any]) -> str:
+    """What the rows of a plan are called."""
+    return plan.get("unit") or "rows"
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunebook.compose import as_dict
-from tunebook.config import RecipeConfig, SFTConfig
+from tunebook.config import DPOConfig, GRPOConfig, RecipeConfig, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.evaluate import Monitor
 from tunebook.models import model_fingerprint
@@ -23,19 +23,28 @@ from tunebook.settings import make_schedule
 from tunebook.types import Datum, Workload
 
 if TYPE_CHECKING:
+    from tunebook.data.rows import Row
     from tunebook.render import RenderedRows
 
 HISTOGRAM_BUCKETS = 10
+SHOWN_ROWS = 10
+CUT_AWAY = {
+    "no_target_after_truncation": "max_seq_len ends before an answer begins",
+    "identical_after_truncation": "max_seq_len ends before the answers differ",
+}
+"""Reason why a row was dropped -> in words."""
 CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
     "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
     "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens", "backend.recompute",
-    "backend.generator_memory",
+    "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
 )  # fmt: skip
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")
 """Keys of the plan that do not touch the steps already made."""
+UNITS = {"sft": "rows", "dpo": "pairs", "grpo": "prompts"}
+"""What `plan.batch_size` counts."""
 NOT_PART_OF_THE_DATA = ("path", "hub", "function", "revision", "subset", "split", "function_args")
 """Where rows come from; what they hold is in the fingerprint."""
 
@@ -118,13 +127,14 @@ def summarize(
         "loss": str(config.loss.get("_target_", "")),
         "data": [source["name"] for source in rows.manifest["sources"]],
         "start_from": config.start_from,
+        "unit": UNITS[recipe],
         "rows_read": rows.manifest["rows_read"],
         "rows_skipped": rows.manifest["rows_skipped"],
         "train": _side(len(rows.train), train_data),
         "eval": _side(len(rows.eval), eval_data),
         "split": rows.split,
         "sources": rows.manifest["sources"],
-        "supervised_tokens": int(supervised.sum()),
+        "supervised_tokens": int(supervised.sum()) or None,
         "token_histogram": _histogram(np.asarray(train_data.lengths)),
         "batch_size": plan.batch_size,
         "steps_per_epoch": plan.steps_per_epoch,
@@ -139,6 +149,8 @@ def summarize(
         "warmup_steps": warmup_steps(plan.planned_steps, warmup=schedule.warmup),
         "lora": as_dict(config)["lora"],
         "normalization": _normalization(config),
+        "rollout": _rollout(config),
+        "reward": _reward(config),
         "monitor": None if monitor is None else _monitor_text(monitor),
         "downgrades": list(downgrades),
         "notes": train_data.report.notes,
@@ -195,6 +207,18 @@ def check_resumed(config: RecipeConfig, summary: dict[str, Any]) -> list[str]:
     ]
 
 
+def cut_rows(rows: Sequence[Row], data: RenderedRows) -> list[str]:
+    """Where the rows are of which `max_seq_len` left nothing to train, a sentence a reason."""
+    sentences: list[str] = []
+    for reason, words in CUT_AWAY.items():
+        lost = data.report.dropped_rows.get(reason, [])
+        if lost:
+            places = ", ".join(f"{rows[row].file}:{rows[row].line}" for row in lost[:SHOWN_ROWS])
+            more = f" and {len(lost) - SHOWN_ROWS} more" if len(lost) > SHOWN_ROWS else ""
+            sentences.append(f"{len(lost)} left out, {words}: {places}{more}")
+    return sentences
+
+
 def workload_for(
     config: RecipeConfig,
     plan: Plan,
@@ -202,14 +226,26 @@ def workload_for(
     train_data: RenderedRows,
     eval_data: RenderedRows | None,
     sample: Sequence[Datum],
+    completions: int = 1,
+    completion_tokens: int = 0,
 ) -> Workload:
-    """What a run will ask of a backend; `sample` is the data of its first step."""
+    """What a run will ask of a backend.
+
+    Args:
+        config: of the run.
+        plan: its steps.
+        train_data: the rows.
+        eval_data: the rows that are evaluated by `forward`; None = none are.
+        sample: the data of its first step.
+        completions: that are sampled and trained for each row; their sampling is not counted.
+        completion_tokens: of each, at most.
+    """
     saves_at = checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
     return Workload(
-        lengths=train_data.lengths.tolist(),
+        lengths=np.repeat(train_data.lengths + completion_tokens, completions).tolist(),
         eval_lengths=eval_data.lengths.tolist() if eval_data else [],
-        supervised=train_data.supervised.tolist(),
-        batch_size=plan.batch_size,
+        supervised=np.repeat(train_data.supervised + completion_tokens, completions).tolist(),
+        batch_size=plan.batch_size * completions,
         planned_steps=plan.planned_steps,
         num_evaluations=len(saves_at) if eval_data else 0,
         lora=config.lora.to_lora() if config.lora else None,
@@ -257,10 +293,43 @@ def _monitor_text(monitor: Monitor) -> str:
 
 
 def _normalization(config: RecipeConfig) -> str | None:
-    if not isinstance(config, SFTConfig):
+    if isinstance(config, DPOConfig):
+        return "none: log-probs of an answer are not divided, the loss is a mean over pairs"
+    if not isinstance(config, SFTConfig | GRPOConfig):
         return None
     horizon = config.normalization.horizon
     return config.normalization.kind.value + (f" over {horizon} tokens" if horizon else "")
+
+
+def _rollout(config: RecipeConfig) -> str | None:
+    if not isinstance(config, GRPOConfig):
+        return None
+    rollout = config.rollout
+    parts = [
+        f"{rollout.group_size} completions a prompt of at most {rollout.max_new_tokens} tokens, "
+        f"temperature {rollout.temperature:g}",
+        f"truncated: {rollout.truncated.value}",
+    ]
+    updates = rollout.num_substeps * rollout.num_iterations
+    if updates > 1:
+        parts.append(f"{updates} updates a step")
+    if rollout.policy_lag:
+        parts.append("sampled one step behind")
+    if rollout.dynamic_sampling:
+        parts.append(f"up to {rollout.dynamic_sampling} further prompts a step")
+    if config.kl.beta:
+        kl = config.kl
+        parts.append(f"KL {kl.estimator.value} x {kl.beta:g} in the {kl.placement.value}")
+    return ", ".join(parts)
+
+
+def _reward(config: RecipeConfig) -> str | None:
+    if not isinstance(config, GRPOConfig):
+        return None
+    weights = {
+        name: (node or {}).get("weight", 1) for name, node in config.reward.functions.items()
+    }
+    return ", ".join(f"{name} x {weight:g}" for name, weight in weights.items())
 
 
 def _without(settings: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:

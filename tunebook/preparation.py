@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,13 +176,69 @@ def render_side(
     A run that goes on takes the tokens that it froze, whatever became of template and tokenizer.
 
     Args:
-        rows: of that side.
+        rows: conversations of that side.
         tokenizer: of the model.
         config: masks and policies.
         side: of the split.
     """
+    from tunebook.render import render_rows
+
+    render = partial(
+        render_rows,
+        mask=config.data.mask,
+        max_seq_len=config.max_seq_len,
+        on_blank_answer=config.data.on_blank_answer,
+    )
+    return _rendered_side(rows, tokenizer, config, side, render)
+
+
+def render_pair_side(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: RecipeConfig, *, side: Side
+) -> RenderedRows | None:
+    """As `render_side`, of preference rows: two data a row, chosen then rejected."""
+    from tunebook.render import render_pairs
+
+    render = partial(
+        render_pairs,
+        max_seq_len=config.max_seq_len,
+        on_blank_answer=config.data.on_blank_answer,
+    )
+    return _rendered_side(rows, tokenizer, config, side, render)
+
+
+def render_prompt_side(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RecipeConfig,
+    *,
+    side: Side,
+    max_tokens: int,
+) -> RenderedRows | None:
+    """As `render_side`, of prompt rows: one datum a row, nothing of it trained.
+
+    Args:
+        rows: prompts of that side.
+        tokenizer: of the model.
+        config: policies.
+        side: of the split.
+        max_tokens: of the longest prompt.
+    """
+    from tunebook.render import render_prompts
+
+    return _rendered_side(
+        rows, tokenizer, config, side, partial(render_prompts, max_tokens=max_tokens)
+    )
+
+
+def _rendered_side(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RecipeConfig,
+    side: Side,
+    render: Callable[..., RenderedRows],
+) -> RenderedRows | None:
     from tunebook.display import counting
-    from tunebook.render import read_frozen, render_rows
+    from tunebook.render import read_frozen
 
     if not rows:
         return None
@@ -190,17 +247,23 @@ def render_side(
         if frozen is not None:
             return frozen
     with counting(f"rendering {side} rows") as progress:
-        return render_rows(
+        return render(
             rows,
             tokenizer,
-            mask=config.data.mask,
-            max_seq_len=config.max_seq_len,
             on_long_row=config.data.on_long_row,
-            on_blank_answer=config.data.on_blank_answer,
             on_bad_row=config.data.on_bad_row,
             cache_dir=tunebook_home(),
             progress=progress,
         )
+
+
+def kept_rows(
+    rows: PreparedRows, train_data: RenderedRows, eval_data: RenderedRows | None
+) -> list[Row]:
+    """The eval rows that can be used, or the train rows where there is no eval split."""
+    if eval_data is not None:
+        return [rows.eval[row] for row in eval_data.report.kept_rows]
+    return [rows.train[row] for row in train_data.report.kept_rows]
 
 
 def frozen_tokens(run: RunDir, side: Side) -> Path:

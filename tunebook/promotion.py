@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tunebook.backends.base import Session
-from tunebook.config import RecipeConfig
+from tunebook.config import EarlyStoppingConfig, RecipeConfig
 from tunebook.display import tunebook_command
 from tunebook.errors import ConfigError, NonFiniteError
 from tunebook.evaluate import Monitor
@@ -60,6 +60,15 @@ class CheckpointBook:
             return None
         best = best_evaluation(self.history, lower_is_better=self.monitor.lower_is_better)
         return best.step if best else None
+
+    def stops_early(self, config: EarlyStoppingConfig) -> bool:
+        """Whether the evaluations recorded so far call for an early stop."""
+        return self.monitor is not None and should_stop(
+            self.history,
+            patience=config.patience,
+            min_delta=config.min_delta,
+            lower_is_better=self.monitor.lower_is_better,
+        )
 
     @property
     def saved_step(self) -> int:

@@ -36,6 +36,7 @@ __all__ = [
     "plot_curves",
     "render_plan",
     "render_summary",
+    "rollouts_table",
     "samples_table",
     "summary_text",
 ]
@@ -57,7 +58,7 @@ def summary_text(run: RunDir, *, width: int = 100) -> str:
 def render_summary(console: Console, run: RunDir) -> None:
     """Prints the summary of a run under its loss curve, which takes more than a few steps."""
     rows = run.metrics()
-    drawn = [row for row in rows if "train/loss" in row or "eval/loss" in row]
+    drawn = [row for row in rows if {"train/loss", "eval/loss", "train/reward"} & set(row)]
     if len(drawn) >= FEWEST_CURVE_STEPS:
         width = min(console.width, 76)
         console.print(Text(curve_of_run(rows, width=width, unicode=can_draw(console))))
@@ -71,7 +72,7 @@ def samples_table(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[s
     """Prompts with the answers before and after training, as a rich table.
 
     Args:
-        before: dicts with `prompt`, `completion` and, where known, `expected`.
+        before: dicts with `prompt`, `completion` and, where known, `expected` and `reward`.
         after: the same prompts in the same order; their answers after training.
     """
     expected = [sample.get("expected") for sample in before]
@@ -80,9 +81,42 @@ def samples_table(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[s
     for heading in headings:
         table.add_column(heading, overflow="fold", ratio=1)
     for old, new, answer in zip(before, after, expected, strict=True):
-        cells = [old["prompt"], old["completion"], new["completion"]]
-        table.add_row(*map(_sample, [*cells, *([answer] if any(expected) else [])]))
+        cells = [_sample(old["prompt"]), _answer(old), _answer(new)]
+        table.add_row(*cells, *([_sample(answer)] if any(expected) else []))
     return table
+
+
+def rollouts_table(rollouts: Sequence[Mapping[str, Any]]) -> Table:
+    """Completions that a step trained on, with rewards and advantages, as a rich table.
+
+    Args:
+        rollouts: dicts with `prompt`, `completion`, `reward` and `advantage`, those of a prompt
+            after each other.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("prompt", overflow="fold", ratio=2)
+    table.add_column("completion", overflow="fold", ratio=3)
+    for heading in ("reward", "advantage"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    last = None
+    for each in rollouts:
+        new = each["prompt"] != last
+        if new and last is not None:
+            table.add_section()
+        last = each["prompt"]
+        advantage = each.get("advantage")
+        table.add_row(
+            _sample(last if new else ""),
+            _sample(each["completion"]),
+            reward_text(each.get("reward")),
+            "" if advantage is None else f"{advantage:+.2f}",
+        )
+    return table
+
+
+def reward_text(reward: float | None) -> str:
+    """A reward for people."""
+    return "unscored" if reward is None else f"{reward:.3g}"
 
 
 def state_text(run: RunDir) -> str:
@@ -104,6 +138,7 @@ def state_text(run: RunDir) -> str:
         StopReason.COMPLETED: "all epochs are done",
         StopReason.MAX_STEPS: "plan.max_steps is reached",
         StopReason.EARLY_STOPPING: "stopped early, the evaluation no longer improved",
+        StopReason.HEALTH: f"stopped by the health rule {outcome.rule}",
     }[outcome.stop_reason]
     return f"succeeded: {why} ({made})"
 
@@ -120,11 +155,15 @@ def _summary_table(run: RunDir) -> Table:
             table, "best", _best_text(record.evaluation, run.history(record.evaluation.metric))
         )
         add_line(table, "last", _last_text(record.evaluation))
+        add_line(table, "beside it", _beside_text(record.evaluation, rows))
     elif rows:
         add_line(table, "evaluation", "never evaluated")
-    losses = [row["train/loss"] for row in rows if row.get("train/loss") is not None]
-    if losses:
-        add_line(table, "train loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last")
+    if rows and rows[0].get("start/reward") is not None:
+        add_line(table, "at start", f"eval/reward {rows[0]['start/reward']:.4f}")
+    for name in ("reward", "loss"):
+        values = [row[f"train/{name}"] for row in rows if row.get(f"train/{name}") is not None]
+        if values:
+            add_line(table, f"train {name}", f"{values[0]:.4f} at first, {values[-1]:.4f} at last")
     add_line(table, "time", _time_text(record, rows))
     for token in record.outcome.downgrades if record.outcome else []:
         add_line(table, "downgrade", f"{downgrade_text(token)} [{token}]", style="yellow")
@@ -206,6 +245,15 @@ def _best_text(evaluation: Evaluation, history: Sequence[tuple[int, float]]) -> 
     return text
 
 
+def _beside_text(evaluation: Evaluation, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What else the best evaluation found, where there is more to say than the monitor does."""
+    best = next((row for row in rows if row["step"] == evaluation.best_step), {})
+    named = ("eval/loss", "eval/reward", "eval/accuracy", "eval/margin")
+    others = [key for key in named if key != evaluation.metric and best.get(key) is not None]
+    found = ", ".join(f"{key} {best[key]:.4f}" for key in others)
+    return found and f"{found} at step {evaluation.best_step}"
+
+
 def _last_text(evaluation: Evaluation) -> str:
     last = "unknown" if evaluation.last is None else f"{evaluation.last:.4f}"
     times = "evaluation" if evaluation.count == 1 else "evaluations"
@@ -229,6 +277,14 @@ def _time_text(record: RunRecord, rows: Sequence[Mapping[str, Any]]) -> str:
     if len(record.attempts) > 1:
         parts.append(f"{len(record.attempts)} attempts")
     return ", ".join(parts)
+
+
+def _answer(sample: Mapping[str, Any]) -> Text:
+    """An answer, with its reward below it where it has one."""
+    text = _sample(sample["completion"])
+    if "reward" in sample:
+        text.append(f"\nreward {reward_text(sample['reward'])}", style="dim")
+    return text
 
 
 def _sample(text: Any) -> Text:

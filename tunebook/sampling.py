@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.backends.base import Session
 from tunebook.config import SamplesConfig
-from tunebook.data.rows import Row
+from tunebook.data.rows import Kind, Row
 from tunebook.render import render_prompt
 from tunebook.types import SamplingParams
 
@@ -32,7 +32,7 @@ def sample_prompts(
     """The prompts of the first `count` rows that fit: everything before the last answer.
 
     Args:
-        rows: conversations.
+        rows: of any kind; what is expected is the chosen answer of a pair, and of a prompt nothing.
         tokenizer: of the model.
         count: prompts wanted.
         max_tokens: longest prompt, tokens.
@@ -41,15 +41,25 @@ def sample_prompts(
     for row in rows:
         if len(found) == count:
             break
-        answers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
-        if not answers or answers[-1] == 0:
+        prompt, expected = _question(row)
+        if not prompt:
             continue
-        prompt = row.messages[: answers[-1]]
         tokens = render_prompt(prompt, tokenizer, tools=row.tools)
         if len(tokens) <= max_tokens:
-            expected = str(row.messages[answers[-1]]["content"])
             found.append(SamplePrompt(str(prompt[-1]["content"]), expected, tokens))
     return found
+
+
+def _question(row: Row) -> tuple[list[dict[str, Any]], str]:
+    """The messages before the answer that a row has, and that answer; none where there is none."""
+    if row.kind is Kind.prompt:
+        return row.messages, ""
+    if row.kind is Kind.preference:
+        return row.messages, str(row.chosen[0]["content"])
+    answers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    if not answers:
+        return [], ""
+    return row.messages[: answers[-1]], str(row.messages[answers[-1]]["content"])
 
 
 def sample_answers(

@@ -5,7 +5,7 @@ splitting and a partial last batch cannot change the objective.
 Legend: N data of the step, T scored tokens (ragged over N).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -34,6 +34,25 @@ def sequence_mean(masks: Sequence[FloatArray]) -> list[FloatArray]:
     """
     num_supervised = sum(1 for mask in masks if mask.any())
     return [_scaled(mask, _total([mask]) * num_supervised) for mask in masks]
+
+
+def prompt_mean(masks: Sequence[FloatArray], *, groups: Sequence[Hashable]) -> list[FloatArray]:
+    """Weights that make the loss the mean over prompts of the token mean of all their completions.
+
+    They sum to 1. Prompts without a supervised token count in neither mean.
+
+    Args:
+        masks: N arrays `[T]`.
+        groups: N keys; data of the same prompt have the same one.
+    """
+    totals: dict[Hashable, float] = {}
+    for mask, group in zip(masks, groups, strict=True):
+        totals[group] = totals.get(group, 0.0) + _total([mask])
+    num_supervised = len({group for mask, group in zip(masks, groups, strict=True) if mask.any()})
+    return [
+        _scaled(mask, totals[group] * num_supervised)
+        for mask, group in zip(masks, groups, strict=True)
+    ]
 
 
 def fixed_horizon(masks: Sequence[FloatArray], *, horizon: int) -> list[FloatArray]:

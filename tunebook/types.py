@@ -161,11 +161,14 @@ class Workload:
     supervised: Sequence[int]
     """Tokens of every training row that carry loss."""
     batch_size: int
+    """Rows of a step: data, of which a preference pair has two."""
     planned_steps: int
     num_evaluations: int
     lora: LoraConfig | None
     sample: Sequence[Datum]
     """Rows of a typical step, for a backend that can measure."""
+    scored_lengths: Sequence[int] = ()
+    """Tokens of every row that goes forward once before training, for a reference policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +202,5 @@ class StepReport:
     """Where this step saved, else None."""
     is_best: bool
     """This evaluation is the best so far."""
+    notes: tuple[str, ...] = ()
+    """Sentences that a person should see now, such as findings of `tunebook.health`."""

@@ -179,6 +179,45 @@ def a_generator_is_stale_after_the_next_publish(case: Case) -> None:
     assert second.sample(prompts, params, 1).result()[0][0].version == 2
 
 
+def log_probs_follow_the_temperature(case: Case) -> None:
+    """Case 68: those of the sampler at the same temperature, rows of several in one batch."""
+    if not case.backend.capabilities.temperature:
+        pytest.skip("this backend knows no temperature")
+    session = case.open()
+    case.train(session, 1)
+    generator = session.publish_weights().result()
+    params = SamplingParams(max_tokens=6, temperature=1.0, top_p=1.0, top_k=0, stop=(), seed=0)
+    prompts = [datum.tokens[:3].tolist() for datum in case.data[:2]]
+    data, expected = [], []
+    for temperature in (0.5, 1.0, 2.0):
+        sampled = generator.sample(prompts, replace(params, temperature=temperature), 2).result()
+        for prompt, completions in zip(prompts, sampled, strict=True):
+            for completion in completions:
+                tokens = np.concatenate([prompt, completion.tokens]).astype(np.int32)
+                weights = np.zeros(len(tokens) - 1, np.float32)
+                weights[len(prompt) - 1 :] = 0.01
+                columns = {"token_weights": weights, "temperature": temperature}
+                data.append(Datum(tokens, columns))
+                expected.append(completion.logprobs)
+    for ours, theirs in zip(logprobs_of(session, data), expected, strict=True):
+        np.testing.assert_allclose(ours[~np.isnan(ours)], theirs, atol=10 * case.tolerance)
+    loss = session.forward_backward(data, case.loss_fn).result()["loss"]
+    total = 0.01 * float(sum(values.sum() for values in expected))
+    assert loss == pytest.approx(-total, abs=10 * case.tolerance)
+
+
+def a_temperature_is_above_0(case: Case) -> None:
+    if not case.backend.capabilities.temperature:
+        pytest.skip("this backend knows no temperature")
+    for number, temperature in enumerate((0.0, -1.0, math.nan, math.inf)):
+        session = case.open(f"bad_{number}")
+        first, second = case.data[:2]
+        cold = Datum(second.tokens, {**second.columns, "temperature": temperature})
+        with pytest.raises(BackendError, match=r"row 1 .*temperature"):
+            session.forward([first, cold]).result()
+        session.close()
+
+
 def a_closed_session_takes_no_calls(case: Case) -> None:
     session = case.open()
     session.close()
@@ -209,6 +248,8 @@ CONTRACT: list[Callable[[Case], None]] = [
     weights_alone_start_at_step_0,
     a_start_is_checked_without_opening_anything,
     a_generator_is_stale_after_the_next_publish,
+    log_probs_follow_the_temperature,
+    a_temperature_is_above_0,
     a_closed_session_takes_no_calls,
     sessions_do_not_touch_each_other,
 ]

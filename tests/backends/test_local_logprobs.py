@@ -224,6 +224,60 @@ def test_evaluation_memory_does_not_grow_with_rows(
     assert peaks[0] == peaks[1] <= 64 * VOCAB_SIZE
 
 
+def test_a_temperature_divides_the_logits() -> None:
+    """Case 68: logits [2, 0] at 0.5 are [4, 0], and -log(1 + e^-4) is -0.01815; at 1 -0.12693.
+
+    The gradient of the log-prob of token 0 is (1 - p) / T = 2 * 0.017986 for logit 0, and minus
+    that for logit 1.
+    """
+    expected = torch.tensor([-0.01815, -0.12693])
+    temperatures = torch.tensor([0.5, 1.0])
+    logits = torch.tensor([[2.0, 0.0], [2.0, 0.0]], requires_grad=True)
+    values = logprobs.gather_logprobs(logits, torch.zeros(2, dtype=torch.int64), temperatures)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+    values.sum().backward()
+    slope = torch.tensor([[0.035972, -0.035972], [0.119203, -0.119203]])
+    torch.testing.assert_close(logits.grad, slope, rtol=0, atol=1e-5)
+    # The head of the fast path: hidden states are the logits themselves.
+    found = head.target_logprobs(
+        logits.detach(),
+        torch.zeros(2, dtype=torch.int64),
+        weight=torch.eye(2),
+        bias=None,
+        rule=None,
+        temperatures=temperatures,
+        with_slopes=True,
+    )
+    torch.testing.assert_close(found.logprobs, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.slopes, slope, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [None, lambda logits: 3.0 * torch.tanh(logits / 3.0)])
+def test_slopes_have_the_factor_of_the_temperature(monkeypatch, rule) -> None:
+    """In several chunks, with and without a rule of the model's own, against autograd."""
+    torch.manual_seed(0)
+    hidden = torch.randn(90, 8, requires_grad=True)
+    weight, bias = torch.randn(500, 8), torch.randn(500)
+    targets = torch.randint(500, (90,))
+    temperatures = torch.rand(90) + 0.3
+    logits = hidden @ weight.T + bias
+    logits = logits if rule is None else rule(logits)
+    expected = (logits / temperatures[:, None]).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    (slopes,) = torch.autograd.grad(expected.sum(), hidden)
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 40 * 500)
+    found = head.target_logprobs(
+        hidden.detach(),
+        targets,
+        weight=weight,
+        bias=bias,
+        rule=rule,
+        temperatures=temperatures,
+        with_slopes=True,
+    )
+    torch.testing.assert_close(found.logprobs, expected.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.slopes, slopes, rtol=0, atol=1e-5)
+
+
 def test_large_logits_stay_finite() -> None:
     """Logits of 1e4 would overflow a plain exp; log-probs are exact there: 0 and -1e4."""
     logits = torch.tensor([[1e4, 0.0], [1e4, 0.0]])

@@ -348,6 +348,20 @@ def test_a_loss_that_needs_what_the_recipe_lacks(configure):
         sft.prepare(configure(loss___target_="tests.recipes.test_sft_flow.needs_advantages"))
 
 
+def test_a_loss_is_tried_before_anything_is_opened(configure):
+    """Case 59, for a loss of ones own: its refusal is a config error of `prepare`."""
+    own = {"loss___target_": "tests.recipes.test_sft_flow.scaled"}
+    with pytest.raises(ConfigError, match=r"^loss\.factor=-1: must be above 0$"):
+        sft.prepare(configure(**own, loss__factor=-1))
+    assert sft.prepare(configure(**own, loss__factor=2)).loss_fn.keywords == {"factor": 2}
+
+
+def scaled(logprobs, *, token_weights, factor):
+    if factor <= 0:
+        raise ValueError(f"factor={factor}: must be above 0")
+    return -factor * (token_weights * logprobs).sum(), {}
+
+
 def needs_advantages(logprobs, *, advantages, token_weights):
     raise AssertionError("never called")
 

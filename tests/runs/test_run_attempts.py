@@ -52,6 +52,7 @@ def test_a_normal_end(run: RunDir) -> None:
         "planned_steps": 3,
         "steps": 1,
         "downgrades": ["a:b:c"],
+        "rule": None,
     }
     assert record["failure"] is None
     assert record["attempts"][0]["state"] == "succeeded"

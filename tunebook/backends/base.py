@@ -48,6 +48,8 @@ class Capabilities:
     """Names of the losses it can compute; None = any Python function."""
     max_seq_len: int | None
     """Tokens; None = no limit of its own."""
+    temperature: bool
+    """Reads the column `temperature` of a datum; see `Session.forward`."""
 
 
 class Future(Protocol[T_co]):
@@ -88,7 +90,9 @@ class Session(Protocol):
     def forward(self, data: Sequence[Datum]) -> Future[list["Tensor"]]:
         """Log-probs of the target tokens, `[T_i]` float32 each, without gradients or dropout.
 
-        Where a datum has `token_weights`, positions of weight 0 are not computed and are NaN.
+        Where a datum has `token_weights`, positions of weight 0 are not computed and are NaN. Where
+        it has the column `temperature`, one float above 0, they are those of
+        softmax(logits / temperature), which is what a sampler at this temperature draws from.
         """
         ...
 
@@ -96,6 +100,8 @@ class Session(Protocol):
         self, data: Sequence[Datum], loss_fn: LossFn, *, rows_per_unit: int = 1
     ) -> Future[Metrics]:
         """Adds the gradient of `loss_fn` over `data`; returns `loss` and its metrics, summed.
+
+        The log-probs that the loss is given follow the column `temperature` as in `forward`.
 
         Args:
             data: rows of this step, or a part of them.

@@ -7,8 +7,9 @@ from tunebook.render.cache import (
     link_rendered,
     read_frozen,
 )
-from tunebook.render.prompts import RenderedPair, render_preference, render_prompt
-from tunebook.render.rows import render_rows
+from tunebook.render.pairs import RenderedPair, render_preference
+from tunebook.render.prompts import render_prompt
+from tunebook.render.rows import render_pairs, render_prompts, render_rows
 
 __all__ = [
     "RenderReport",
@@ -17,7 +18,9 @@ __all__ = [
     "RenderedRows",
     "link_rendered",
     "read_frozen",
+    "render_pairs",
     "render_preference",
     "render_prompt",
+    "render_prompts",
     "render_rows",
 ]

@@ -216,7 +216,7 @@ def render_key(
         digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     for row in rows:
         # Keys keep their order: templates print tools and arguments as they come.
-        content = [row.messages, row.num_prompt, row.plain, row.tools]
+        content = [row.messages, row.chosen, row.rejected, row.num_prompt, row.plain, row.tools]
         digest.update(json.dumps(content).encode() + b"\n")
     return digest.hexdigest()[:32]
 

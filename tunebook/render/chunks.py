@@ -11,25 +11,25 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tunebook.config import Mask, OnBadRow, OnBlankAnswer, OnLongRow
+from tunebook.config import OnBlankAnswer
+from tunebook.data.rows import Kind
 from tunebook.render.cache import (
     Chunk,
 )
-from tunebook.render.chat_template import ChatTemplate, chat_template_of
+from tunebook.render.chat_template import ChatTemplate, Message, chat_template_of
 from tunebook.render.codec import Codec
 from tunebook.render.conversation import (
     Unusable,
 )
-from tunebook.render.placing import (
-    Placed,
-    place_plain,
-    place_row,
-)
+from tunebook.render.fitting import Fit, Settings, fit_conversation, fit_pair, fit_prompt
+from tunebook.render.pairs import place_pair
+from tunebook.render.placing import place_plain, place_row
+from tunebook.render.prompts import place_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,26 +39,6 @@ if TYPE_CHECKING:
 ROWS_PER_CHUNK = 64
 ROWS_WORTH_A_POOL = 2000
 CHARACTERS_WORTH_A_POOL = 4_000_000
-
-NOTHING_SUPERVISED = "nothing_supervised"
-NO_TARGET_AFTER_TRUNCATION = "no_target_after_truncation"
-TOO_LONG = "too_long"
-BAD_ROW = "bad_row"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything but rows and tokenizer that decides what is rendered."""
-
-    mask: Mask
-    max_seq_len: int
-    on_long_row: OnLongRow
-    on_blank_answer: OnBlankAnswer
-    on_bad_row: OnBadRow
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings as JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True)
@@ -92,7 +72,7 @@ def render_chunks(
 
 
 def _num_workers(rows: list[Row]) -> int:
-    characters = sum(len(message["content"]) for row in rows for message in row.messages)
+    characters = sum(len(message["content"]) for row in rows for message in all_messages(row))
     if len(rows) < ROWS_WORTH_A_POOL and characters < CHARACTERS_WORTH_A_POOL:
         return 0
     if hasattr(os, "sched_getaffinity"):
@@ -163,28 +143,27 @@ def _render_chunk(job: _Job, part: range) -> Chunk:
     truncated: list[bool] = []
     for row in part:
         try:
-            placed = _place(job, job.rows[row])
+            fit = _data_of(job, job.rows[row])
         except Unusable as problem:
             chunk.problems.append((row, problem.field, problem.reason))
             continue
-        kept, reason = _fit(placed, row, job.settings, chunk)
-        if not kept:
-            chunk.dropped.append((row, reason))
+        chunk.too_long += [(row, reason) for reason in fit.refused]
+        if fit.left_out is not None:
+            chunk.dropped.append((row, fit.left_out))
             continue
-        chunk.lost_data += len(placed) - len(kept)
-        for item, is_cut in kept:
-            mask = np.asarray(item.mask, dtype=np.float32)
+        chunk.lost_data += fit.num_lost
+        for datum in fit.data:
+            mask = np.asarray(datum.mask, dtype=np.float32)
             mask[0] = 0
-            tokens.append(np.asarray(item.tokens, dtype=np.int32))
+            tokens.append(np.asarray(datum.tokens, dtype=np.int32))
             masks.append(mask)
-            lengths.append(len(item.tokens))
+            lengths.append(len(datum.tokens))
             owners.append(row)
             supervised.append(int(np.count_nonzero(mask)))
-            truncated.append(is_cut)
-            chunk.blank_answers += sum(span.end_only for span in item.draft.spans)
+            truncated.append(datum.truncated)
+            chunk.blank_answers += datum.blank_answers
         chunk.special_texts += [(row, text) for text in written_specials(job.codec, job.rows[row])]
-        counts.update({item.draft.method.value for item, _ in kept})
-        counts.update({fix.value for item, _ in kept for fix in item.draft.fixes})
+        counts.update({words for datum in fit.data for words in datum.words})
     chunk.counts = dict(counts)
     chunk.arrays = {
         "tokens": np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32),
@@ -197,21 +176,54 @@ def _render_chunk(job: _Job, part: range) -> Chunk:
     return chunk
 
 
-def _place(job: _Job, row: Row) -> list[Placed]:
-    settings = job.settings
-    blanks_allowed = settings.on_blank_answer is OnBlankAnswer.end_token
+def _data_of(job: _Job, row: Row) -> Fit:
+    return _DATA_OF_KIND[job.settings.kind](job, row)
+
+
+def _conversation_data(job: _Job, row: Row) -> Fit:
+    mask = job.settings.mask
+    assert mask is not None
+    blanks_allowed = job.settings.on_blank_answer is OnBlankAnswer.end_token
     if job.template is None:
-        return place_plain(job.codec, row, mask=settings.mask, blanks_allowed=blanks_allowed)
-    return place_row(job.template, row, mask=settings.mask, blanks_allowed=blanks_allowed)
+        placed = place_plain(job.codec, row, mask=mask, blanks_allowed=blanks_allowed)
+    else:
+        placed = place_row(job.template, row, mask=mask, blanks_allowed=blanks_allowed)
+    return fit_conversation(placed, job.settings)
+
+
+def _pair_data(job: _Job, row: Row) -> Fit:
+    blanks_allowed = job.settings.on_blank_answer is OnBlankAnswer.end_token
+    pair = place_pair(job.template, job.codec, row, blanks_allowed=blanks_allowed)
+    bos_id = job.codec.tokenizer.bos_token_id
+    return fit_pair(pair, job.settings, bos_id=bos_id if isinstance(bos_id, int) else None)
+
+
+def _prompt_data(job: _Job, row: Row) -> Fit:
+    prompt = place_prompt(job.template, job.codec, row.messages, row.tools)
+    if not prompt.tokens:
+        raise Unusable("prompt", "is empty, so there is nothing to sample an answer from")
+    return fit_prompt(prompt, job.settings)
+
+
+_DATA_OF_KIND = {
+    Kind.conversation: _conversation_data,
+    Kind.preference: _pair_data,
+    Kind.prompt: _prompt_data,
+}
+
+
+def all_messages(row: Row) -> list[Message]:
+    """The messages of a row: of a preference, those of the prompt and of both answers."""
+    return [*row.messages, *row.chosen, *row.rejected]
 
 
 def written_specials(codec: Codec, row: Row) -> list[str]:
     """The texts of special tokens in the messages and tools of a row, which no one can tell from
     those that the template prints."""
     found: set[str] = set()
-    for message in row.messages:
+    for message in all_messages(row):
         content = message["content"]
-        if row.plain and message is row.messages[-1]:
+        if row.plain and message["role"] == "assistant":
             # A plain completion may end in the end token.
             content = content.removesuffix(str(codec.tokenizer.eos_token))
         found |= codec.special_texts_in(content)
@@ -221,34 +233,3 @@ def written_specials(codec: Codec, row: Row) -> list[str]:
     if row.tools:
         found |= codec.special_texts_in(json.dumps(row.tools, ensure_ascii=False))
     return sorted(found)
-
-
-def _fit(
-    placed: list[Placed], row: int, settings: Settings, chunk: Chunk
-) -> tuple[list[tuple[Placed, bool]], str]:
-    """The data that can be trained on, each with whether it was cut, and why there is none."""
-    kept: list[tuple[Placed, bool]] = []
-    reason = NOTHING_SUPERVISED
-    for item in placed:
-        if not any(item.mask[1:]):
-            continue
-        if len(item.tokens) <= settings.max_seq_len:
-            kept.append((item, False))
-            continue
-        if settings.on_long_row is OnLongRow.error:
-            chunk.too_long.append(
-                (row, f"is {len(item.tokens)} tokens long, more than max_seq_len")
-            )
-        if settings.on_long_row is not OnLongRow.truncate:
-            reason = TOO_LONG
-            continue
-        cut = replace(
-            item,
-            tokens=item.tokens[: settings.max_seq_len],
-            mask=item.mask[: settings.max_seq_len],
-        )
-        if any(cut.mask[1:]):
-            kept.append((cut, True))
-        else:
-            reason = NO_TARGET_AFTER_TRUNCATION
-    return kept, reason

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tunebook.config import Mask
+from tunebook.config import Mask, OnLongRow
+from tunebook.data.rows import Kind
 from tunebook.errors import DataError
 from tunebook.render.cache import Rendered, RenderedRows
 from tunebook.render.chat_template import chat_template_of
-from tunebook.render.chunks import (
+from tunebook.render.chunks import written_specials
+from tunebook.render.codec import Codec
+from tunebook.render.fitting import (
+    IDENTICAL_AFTER_TRUNCATION,
     NO_TARGET_AFTER_TRUNCATION,
     NOTHING_SUPERVISED,
-    written_specials,
 )
-from tunebook.render.codec import Codec
+from tunebook.render.pairs import SIDES, place_pair, side_row
 from tunebook.render.placing import Placed, Span, Unusable, place_plain, place_row
 from tunebook.render.prompts import render_prompt
 
@@ -98,14 +101,16 @@ def lint_rows(
                     Rule.special_text, Severity.warning, row.file, row.line, index, None, message
                 )
             )
-        placed = _place(row, tokenizer, rendered)
-        for datum in data:
-            item = rendered[datum]
-            match = next((p for p in placed if _is_of(item, p)), None)
-            for rule, message in _lint_datum(row, item, match, tokenizer, codec, rendered):
-                findings.append(
-                    LintFinding(rule, Severity.error, row.file, row.line, index, datum, message)
-                )
+        if row.kind is Kind.prompt:
+            broken = _lint_sampled(row, data[0], rendered, tokenizer)
+        elif row.kind is Kind.preference:
+            broken = _lint_pair(row, data, rendered, tokenizer, codec)
+        else:
+            broken = _lint_conversation(row, data, rendered, tokenizer, codec)
+        findings += [
+            LintFinding(rule, Severity.error, row.file, row.line, index, datum, message)
+            for datum, rule, message in broken
+        ]
     return findings
 
 
@@ -123,14 +128,91 @@ def _lint_left_out(row: Row, index: int, rendered: RenderedRows) -> Iterator[Lin
             Severity.warning,
             "max_seq_len cuts it before the first trained token",
         ),
+        IDENTICAL_AFTER_TRUNCATION: (
+            Severity.warning,
+            "max_seq_len cuts it before its answers differ",
+        ),
     }
     for reason, (severity, message) in reasons.items():
         if index in rendered.report.dropped_rows.get(reason, ()):
             yield LintFinding(Rule.no_weight, severity, row.file, row.line, index, None, message)
 
 
-def _place(row: Row, tokenizer: PreTrainedTokenizerBase, rendered: RenderedRows) -> list[Placed]:
+def _lint_conversation(
+    row: Row,
+    data: range,
+    rendered: RenderedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    codec: Codec,
+) -> Iterator[tuple[int, Rule, str]]:
     mask = Mask(rendered.report.settings["mask"])
+    placed = _place(row, tokenizer, mask)
+    for datum in data:
+        item = rendered[datum]
+        match = next((p for p in placed if _is_of(item, p)), None)
+        for rule, message in _lint_datum(row, item, match, tokenizer, codec, mask):
+            yield datum, rule, message
+
+
+def _lint_pair(
+    row: Row,
+    data: range,
+    rendered: RenderedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    codec: Codec,
+) -> Iterator[tuple[int, Rule, str]]:
+    """Both sides of a pair, each as a conversation; a prompt cut on the left is made whole."""
+    template = None if tokenizer.chat_template is None else chat_template_of(tokenizer)
+    sides: tuple[Placed | None, Placed | None]
+    try:
+        sides = place_pair(template, codec, row, blanks_allowed=True).sides
+    except Unusable:
+        sides = (None, None)  # What cannot be rendered now matches nothing, which is the finding.
+    cut_left = rendered.report.settings["on_long_row"] == OnLongRow.truncate_prompt
+    completions = (row.chosen, row.rejected)
+    for datum, name, placed, completion in zip(data, SIDES, sides, completions, strict=True):
+        item = rendered[datum]
+        if placed is not None and cut_left and item.truncated:
+            item = _made_whole(item, placed)
+        match = placed if placed is not None and _is_of(item, placed) else None
+        side = side_row(row, completion)
+        for rule, message in _lint_datum(side, item, match, tokenizer, codec, Mask.all_assistant):
+            yield datum, rule, f"{name}: {message}"
+
+
+def _made_whole(item: Rendered, placed: Placed) -> Rendered:
+    """A datum with the tokens of the prompt that were cut; as it is where its rest is another."""
+    num_cut = len(placed.tokens) - len(item.tokens)
+    tokens = item.tokens.tolist()
+    # All is behind the cut but a begin token, which stays in front of it.
+    for first in (0, 1):
+        rest = placed.tokens[first + num_cut :]
+        if tokens[:first] == placed.tokens[:first] and tokens[first:] == rest:
+            return Rendered(
+                row=item.row,
+                tokens=np.asarray(placed.tokens, dtype=np.int32),
+                mask=np.concatenate([np.zeros(num_cut, dtype=np.float32), item.mask]),
+                truncated=False,
+            )
+    return item
+
+
+def _lint_sampled(
+    row: Row, datum: int, rendered: RenderedRows, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[int, Rule, str]]:
+    """What a prompt must be: exactly what a sampler is given."""
+    item = rendered[datum]
+    try:
+        prompt = render_prompt(row.messages, tokenizer, row.tools)
+    except DataError:
+        prompt = []  # What cannot be rendered now matches nothing, which is the finding.
+    if item.tokens.tolist() != prompt:
+        yield datum, Rule.stale, "the tokens are not what this row renders to now"
+    if item.mask.any():
+        yield datum, Rule.prompt_untrained, "a token of the prompt carries loss"
+
+
+def _place(row: Row, tokenizer: PreTrainedTokenizerBase, mask: Mask) -> list[Placed]:
     try:
         if tokenizer.chat_template is None:
             return place_plain(Codec(tokenizer), row, mask=mask, blanks_allowed=True)
@@ -154,7 +236,7 @@ def _lint_datum(
     placed: Placed | None,
     tokenizer: PreTrainedTokenizerBase,
     codec: Codec,
-    rendered: RenderedRows,
+    mask_rule: Mask,
 ) -> Iterator[tuple[Rule, str]]:
     if placed is None:
         yield Rule.stale, "the tokens are not what this row renders to now"
@@ -162,7 +244,7 @@ def _lint_datum(
     mask = np.concatenate([[0.0], item.mask])
     if not mask.any():
         yield Rule.no_weight, "no token of this datum carries loss"
-    trains_prompts = rendered.report.settings["mask"] == Mask.all
+    trains_prompts = mask_rule is Mask.all
     for span, start, end in zip(placed.draft.spans, placed.starts, placed.ends, strict=True):
         if start >= len(item.tokens):
             continue  # Cut off.

@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tunebook.config import OnBadRow
+from tunebook.data.rows import Kind
 from tunebook.errors import DataError, NothingSupervisedError, RowProblem, listed
 from tunebook.render.cache import (
     Chunk,
     RenderReport,
 )
 from tunebook.render.chat_template import DATE, chat_template_of
-from tunebook.render.chunks import (
+from tunebook.render.conversation import WARNED_FIXES
+from tunebook.render.fitting import (
     BAD_ROW,
+    IDENTICAL_AFTER_TRUNCATION,
     NO_TARGET_AFTER_TRUNCATION,
     NOTHING_SUPERVISED,
     TOO_LONG,
     Settings,
 )
-from tunebook.render.conversation import WARNED_FIXES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +75,8 @@ def raise_problems(
 
     if total.too_long:
         raise _data_error(
-            f"longer than max_seq_len={settings.max_seq_len}. Raise it, or set "
-            "data.on_long_row=truncate or skip",
+            f"longer than {settings.limit}. Raise max_seq_len, or set data.on_long_row="
+            + ("skip" if settings.kind is Kind.prompt else "truncate or skip"),
             [located(row, "", reason) for row, reason in total.too_long],
         )
     if total.problems and settings.on_bad_row is OnBadRow.fail:
@@ -83,7 +85,7 @@ def raise_problems(
             [located(*problem) for problem in total.problems],
         )
     if not total.kept_rows and rows:
-        raise _nothing_supervised(total, rows, tokenizer, settings)
+        raise _nothing_left(total, rows, tokenizer, settings)
 
 
 def _data_error(what: str, problems: list[RowProblem]) -> DataError:
@@ -92,19 +94,24 @@ def _data_error(what: str, problems: list[RowProblem]) -> DataError:
     return DataError("\n".join([f"{count} {what}:", *listed(problems)]), problems)
 
 
-def _nothing_supervised(
+def _nothing_left(
     total: Total, rows: list[Row], tokenizer: PreTrainedTokenizerBase, settings: Settings
-) -> NothingSupervisedError:
+) -> DataError:
     reasons = {reason: len(indices) for reason, indices in total.dropped_rows.items()}
     counted = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     template = _template_name(tokenizer)
+    limit = f"max_seq_len={settings.max_seq_len}"
     advice = {
         NOTHING_SUPERVISED: f"With data.mask={settings.mask} only assistant messages of weight "
         "above 0 are trained: look at the roles and the weight fields, or set data.mask=all.",
-        NO_TARGET_AFTER_TRUNCATION: f"max_seq_len={settings.max_seq_len} ends before the first "
-        "answer begins: raise it.",
-        TOO_LONG: f"Every row is longer than max_seq_len={settings.max_seq_len}: raise it, or set "
-        "data.on_long_row=truncate.",
+        NO_TARGET_AFTER_TRUNCATION: f"{limit} ends before the first answer begins: raise it.",
+        IDENTICAL_AFTER_TRUNCATION: f"{limit} ends before the answers differ: raise it.",
+        TOO_LONG: f"All are longer than {settings.limit}: raise max_seq_len"
+        + (
+            ", or set data.on_long_row=truncate."
+            if settings.kind is Kind.conversation
+            else ", or shorten the rows."
+        ),
         BAD_ROW: "No row could be rendered, and data.on_bad_row=skip left them all out: "
         + "; ".join(
             str(RowProblem(rows[row].file, rows[row].line, field, reason))
@@ -112,10 +119,14 @@ def _nothing_supervised(
         ),
     }
     worst = max(reasons, key=lambda reason: reasons[reason])
-    return NothingSupervisedError(
-        f"No token of {len(rows)} rows would carry loss, rendered with {template} and "
-        f"data.mask={settings.mask} ({counted}). {advice[worst]}"
-    )
+    if settings.kind is Kind.prompt:
+        what = f"None of {len(rows)} prompts can be used, rendered with {template}"
+        return DataError(f"{what} ({counted}). {advice[worst]}")
+    with_mask = f"{template} and data.mask={settings.mask}"
+    what = f"No token of {len(rows)} rows would carry loss, rendered with {with_mask}"
+    if settings.kind is Kind.preference:
+        what = f"None of {len(rows)} pairs can be trained on, rendered with {template}"
+    return NothingSupervisedError(f"{what} ({counted}). {advice[worst]}")
 
 
 def report_of(
@@ -145,9 +156,15 @@ def report_of(
     caveats = _caveats(total, tokenizer)
     if 2 * lost > len(rows):
         reasons = ", ".join(f"{len(r)} {name}" for name, r in total.dropped_rows.items())
+        mask = f"data.mask={settings.mask}, " if settings.kind is Kind.conversation else ""
         caveats.append(
             f"{lost} of {len(rows)} rows are lost ({reasons}); max_seq_len={settings.max_seq_len}, "
-            f"data.mask={settings.mask}, data.on_long_row={settings.on_long_row}"
+            f"{mask}data.on_long_row={settings.on_long_row}"
+        )
+    elif settings.kind is Kind.prompt and (long := len(total.dropped_rows.get(TOO_LONG, []))):
+        caveats.append(
+            f"{_count(long, 'prompt')} left out, longer than {settings.limit}: "
+            "a prompt is never cut"
         )
     return RenderReport(
         num_rows=len(rows),

@@ -268,6 +268,14 @@ class RunDir:
         """Writes sampled answers of a step to `samples/step_<step>.jsonl`, whole."""
         samples.write_samples(self.samples_dir, step, values)
 
+    def write_rollouts(self, step: int, values: Sequence[Mapping[str, Any]]) -> None:
+        """Writes completions that a step trained on to `samples/rollouts_<step>.jsonl`, whole."""
+        samples.write_rollouts(self.samples_dir, step, values)
+
+    def last_rollouts(self) -> list[dict[str, Any]]:
+        """Completions that the last step trained on; empty where the recipe samples none."""
+        return samples.read_last_rollouts(self.samples_dir)
+
     def samples(self) -> dict[int, list[dict[str, Any]]]:
         """Step -> sampled answers, in order of steps."""
         return samples.read_samples(self.samples_dir)
@@ -405,25 +413,40 @@ class RunDir:
             self._ending = replace(self._ending, downgrades=downgrades)
             self.event("downgraded", token=token)
 
-    def finish(self, stop_reason: StopReason, *, steps: int) -> None:
+    def finish(
+        self,
+        stop_reason: StopReason,
+        *,
+        steps: int,
+        updates: int | None = None,
+        rule: str | None = None,
+    ) -> None:
         """Records how the run ended; call it last inside the `with run.attempt(...)` block.
 
         Args:
             stop_reason: why no further step was made.
-            steps: optimizer steps of the run, all attempts together.
+            steps: steps of the run, all attempts together.
+            updates: optimizer updates they made; None = one each.
+            rule: health rule that ended the run.
 
         Raises:
-            NoStepsError: the run would end well without a single step.
+            NoStepsError: the run would end well without a single update.
         """
         assert self._ending is not None, "finish belongs inside `with run.attempt(...)`"
         state = STATE_OF_STOP_REASON[stop_reason]
+        if state is RunState.SUCCEEDED and steps > 0 and updates == 0:
+            raise NoStepsError(
+                f"{self.path}: none of the {steps} steps changed the weights, because no group had "
+                "rewards that differ. The reward or the prompts do not fit the model; look at "
+                "samples/"
+            )
         if state is RunState.SUCCEEDED and steps == 0:
             raise NoStepsError(
                 f"{self.path}: the run made 0 of {self._ending.planned_steps} planned steps, so "
                 f"nothing was trained. `{tunebook_command()} inspect` shows what became of the "
                 "rows."
             )
-        outcome = replace(self._ending, stop_reason=stop_reason, steps=steps)
+        outcome = replace(self._ending, stop_reason=stop_reason, steps=steps, rule=rule)
         self.save(replace(self.record, state=state, outcome=outcome))
 
     def _end_by(self, error: BaseException) -> None:

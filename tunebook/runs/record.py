@@ -62,6 +62,8 @@ class StopReason(StrEnum):
     COMPLETED = "completed"
     MAX_STEPS = "max_steps"
     EARLY_STOPPING = "early_stopping"
+    HEALTH = "health"
+    """A rule of `tunebook.health` that was told to end the run; `Outcome.rule` names it."""
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -70,6 +72,7 @@ STATE_OF_STOP_REASON = {
     StopReason.COMPLETED: RunState.SUCCEEDED,
     StopReason.MAX_STEPS: RunState.SUCCEEDED,
     StopReason.EARLY_STOPPING: RunState.SUCCEEDED,
+    StopReason.HEALTH: RunState.SUCCEEDED,
     StopReason.CANCELLED: RunState.CANCELLED,
     StopReason.FAILED: RunState.FAILED,
 }
@@ -135,6 +138,8 @@ class Outcome:
     steps: int
     downgrades: list[str] = field(default_factory=list)
     """`setting:action:cause`, for example `early_stopping:disabled:no_eval_set`."""
+    rule: str | None = None
+    """Health rule that ended the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,27 @@ def test_every_family_equals_its_own_code(open_backend, tmp_path, family):
     check_equal(*results)
 
 
+def test_temperatures_are_those_of_the_models_own_code(open_backend, tmp_path, family):
+    """Case 68: rows of several temperatures in one stream, log-probs and every gradient."""
+    rows = [
+        Datum(row.tokens, {**row.columns, **({"temperature": value} if value != 1 else {})})
+        for row, value in zip(rows_of(LENGTHS), (0.5, 1.0, 2.0, 0.5, 1.0, 0.7), strict=True)
+    ]
+    results = []
+    for fast in (True, False):
+        session = open_backend(model=family, fast=fast).open_session(
+            "a", make_lora(), directory=tmp_path
+        )
+        spread(session)
+        results.append(trained(session, rows))
+    check_equal(*results)
+    # Without it, the rows of temperature 1 stay as they are and no other one does.
+    plain = session.forward(rows_of(LENGTHS)).result()
+    for row, ours, theirs in zip(rows, results[0][1], plain, strict=True):
+        same = torch.allclose(ours, theirs, rtol=0, atol=1e-4, equal_nan=True)
+        assert same == ("temperature" not in row.columns)
+
+
 @pytest.mark.parametrize("name", ["q_norm", "rotary", "gate"])
 def test_a_decoder_that_differs_is_found_out(open_backend, tmp_path, name):
     """A model whose code does something else is left to its own code."""

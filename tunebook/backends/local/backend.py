@@ -174,6 +174,7 @@ class LocalBackend:
             optimizers=frozenset({"adamw", "muon"}),
             losses=None,
             max_seq_len=self._read_max_seq_len(),
+            temperature=True,
         )
 
     def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tunebook.backends.local.base_model import BaseModel, body_hidden
 from tunebook.backends.local.stream import MIN_STREAM, stream_hidden
 from tunebook.errors import BackendError
-from tunebook.types import Datum
+from tunebook.types import Datum, FloatArray
 
 # Logit values of one chunk: 64 MiB in float32, whatever the vocabulary.
 CHUNK_LOGITS = 16 * 2**20
@@ -38,6 +38,8 @@ class Batch:
     """`[B, T]`, the token that follows each input token."""
     selected: Tensor
     """`[B, T]` bool, positions whose log-prob is wanted."""
+    temperatures: Tensor | None
+    """`[B]` float32, what the logits of each row are divided by; None = 1 everywhere."""
 
 
 def collate(data: Sequence[Datum], *, num_columns: int, device: torch.device) -> Batch:
@@ -54,6 +56,7 @@ def collate(data: Sequence[Datum], *, num_columns: int, device: torch.device) ->
         real_BT[row, :length] = True
         selected_BT[row, :length] = supervised(datum)
     padded = not real_BT.all()
+    temperatures = temperatures_of(data)
     return Batch(
         input_ids=torch.from_numpy(input_ids_BT).to(device),
         attention_mask=torch.from_numpy(real_BT.astype(np.int64)).to(device) if padded else None,
@@ -61,7 +64,16 @@ def collate(data: Sequence[Datum], *, num_columns: int, device: torch.device) ->
         lengths=tuple(datum.num_scored for datum in data),
         targets=torch.from_numpy(targets_BT).to(device),
         selected=torch.from_numpy(selected_BT).to(device),
+        temperatures=None if temperatures is None else torch.from_numpy(temperatures).to(device),
     )
+
+
+def temperatures_of(data: Sequence[Datum]) -> FloatArray | None:
+    """`[B]`: the temperature of every row; None where all of them are 1."""
+    if not any("temperature" in datum.columns for datum in data):
+        return None
+    values = np.asarray([datum.columns.get("temperature", 1.0) for datum in data], np.float32)
+    return None if (values == 1).all() else values
 
 
 def supervised(datum: Datum) -> np.ndarray:
@@ -126,13 +138,17 @@ def target_logprobs(
     if len(positions_N) == 0:
         return logprobs.view_as(batch.targets)
     targets_N = batch.targets.flatten()[positions_N]
+    temperatures_N = None
+    if batch.temperatures is not None:
+        temperatures_N = batch.temperatures[positions_N // batch.targets.shape[1]]
     with base.computing():
         if base.logits_rule is None:
             logits_BTV = base.model(**_padded_inputs(batch), use_cache=False).logits
-            selected_N = gather_logprobs(logits_BTV.flatten(0, 1)[positions_N], targets_N)
+            logits_NV = logits_BTV.flatten(0, 1)[positions_N]
+            selected_N = gather_logprobs(logits_NV, targets_N, temperatures_N)
         else:
             hidden_NH = _selected_hidden(base, batch, positions_N)
-            selected_N = head_logprobs(base, hidden_NH, targets_N, replay=replay)
+            selected_N = head_logprobs(base, hidden_NH, targets_N, temperatures_N, replay=replay)
     return logprobs.index_put((positions_N,), selected_N).view_as(batch.targets)
 
 
@@ -156,6 +172,7 @@ def head_logprobs(
     base: BaseModel,
     hidden_NH: Tensor,
     targets_N: Tensor,
+    temperatures_N: Tensor | None,
     *,
     replay: Callable[[], AbstractContextManager[None]] | None,
 ) -> Tensor:
@@ -165,38 +182,52 @@ def head_logprobs(
     each, so that one chunk of them is kept at most.
     """
 
-    def chunk_logprobs(hidden_CH: Tensor, targets_C: Tensor) -> Tensor:
+    def chunk_logprobs(
+        hidden_CH: Tensor, targets_C: Tensor, temperatures_C: Tensor | None
+    ) -> Tensor:
         assert base.logits_rule is not None
         if replay is None:  # more rows would draw more dropout
             hidden_CH = F.pad(hidden_CH, (0, 0, 0, max(0, MIN_STREAM - len(targets_C))))
         logits_CV = base.head(hidden_CH)[: len(targets_C)]
         # The rule is applied in float32: a soft cap in bfloat16 would round the logits.
-        return gather_logprobs(base.logits_rule(logits_CV.float()), targets_C)
+        return gather_logprobs(base.logits_rule(logits_CV.float()), targets_C, temperatures_C)
 
     num_rows = max(1, CHUNK_LOGITS // base.vocab_size)
     chunks = []
-    for hidden_CH, targets_C in zip(
-        hidden_NH.split(num_rows), targets_N.split(num_rows), strict=True
-    ):
+    for start in range(0, len(targets_N), num_rows):
+        part = slice(start, start + num_rows)
+        hidden_CH, targets_C = hidden_NH[part], targets_N[part]
+        temperatures_C = None if temperatures_N is None else temperatures_N[part]
         if torch.is_grad_enabled() and len(hidden_NH) > num_rows:
             chunk = checkpoint(
                 chunk_logprobs,
                 hidden_CH,
                 targets_C,
+                temperatures_C,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=lambda: (nullcontext(), replay() if replay else nullcontext()),
             )
             assert isinstance(chunk, Tensor)
         else:
-            chunk = chunk_logprobs(hidden_CH, targets_C)
+            chunk = chunk_logprobs(hidden_CH, targets_C, temperatures_C)
         chunks.append(chunk)
     return torch.cat(chunks)
 
 
-def gather_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Log-probs of the targets, `[N]`, in float32."""
+def gather_logprobs(
+    logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor | None = None
+) -> Tensor:
+    """Log-probs of the targets, `[N]`, in float32.
+
+    Args:
+        logits_NV: `[N, V]`
+        targets_N: `[N]`
+        temperatures_N: `[N]`, what the logits are divided by; None = 1.
+    """
     logits_NV = logits_NV.float()
+    if temperatures_N is not None:
+        logits_NV = logits_NV / temperatures_N[:, None]
     chosen_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
     return chosen_N - logits_NV.logsumexp(dim=1)
 

@@ -73,9 +73,10 @@ def extrapolate(
     ]
     epochs = workload.planned_steps / len(batches)
     train_computed = epochs * sum(computed(batch) for batch in batches)
-    eval_computed = workload.num_evaluations * computed(workload.eval_lengths)
+    forward_computed = workload.num_evaluations * computed(workload.eval_lengths)
+    forward_computed += computed(workload.scored_lengths)
     training_s = train_computed * measured.step_s / sample_tokens
-    seconds = training_s + eval_computed * measured.forward_s / sample_tokens
+    seconds = training_s + forward_computed * measured.forward_s / sample_tokens
     return Estimate(
         seconds=seconds,
         train_tokens=train_tokens(workload),
@@ -84,8 +85,8 @@ def extrapolate(
         basis=(
             f"measured on {device}: one step of {len(workload.sample)} rows took "
             f"{measured.step_s:.2f} s for {sample_tokens} computed tokens, its evaluation "
-            f"{measured.forward_s:.2f} s; scaled to the {round(train_computed)} training and "
-            f"{round(eval_computed)} evaluation tokens of the plan"
+            f"{measured.forward_s:.2f} s; scaled to the {round(train_computed)} tokens that the "
+            f"plan trains on and the {round(forward_computed)} that it only evaluates"
             + ("" if measured.peak_memory_bytes is None else "; memory is the peak of that step")
         ),
     )

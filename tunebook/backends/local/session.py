@@ -3,10 +3,9 @@
 Legend: B rows, T tokens.
 """
 
-import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -40,8 +39,9 @@ from tunebook.backends.local.weights import (
     layer_names,
     snapshot,
 )
-from tunebook.columns import loss_name
-from tunebook.errors import BackendError, CheckpointError, ConfigError, NonFiniteError
+from tunebook.columns import required_columns
+from tunebook.errors import BackendError, CheckpointError, NonFiniteError
+from tunebook.losses import loss_and_metrics
 from tunebook.types import CheckpointRef, Datum, Metrics, OptimizerParams
 
 
@@ -68,7 +68,7 @@ class _Losses:
     """A loss function and the sums of what it returned for the parts of one operation."""
 
     loss_fn: LossFn
-    names: list[str]
+    names: Sequence[str]
     """Of the columns it reads."""
     totals: Metrics = field(default_factory=lambda: {"loss": 0.0})
 
@@ -136,7 +136,7 @@ class LocalSession:
                 "forward_backward",
                 lambda: self._forward_backward(rows, loss_fn, rows_per_unit=rows_per_unit),
             )
-        losses = _Losses(loss_fn, column_names(loss_fn))
+        losses = _Losses(loss_fn, required_columns(loss_fn))
         joint: Joint[Job, Metrics] = Joint(
             kind="forward_backward",
             begin=lambda: self._begin_job(
@@ -238,7 +238,7 @@ class LocalSession:
         self, data: list[Datum], loss_fn: LossFn, *, rows_per_unit: int
     ) -> Metrics:
         check_data(data, self._base, self._settings.max_seq_len)
-        losses = _Losses(loss_fn, column_names(loss_fn))
+        losses = _Losses(loss_fn, required_columns(loss_fn))
         with self._weights.applied(dropout=True), self._dropping_gradients_on_failure():
             for micro_batch in self._plan(data, rows_per_unit=rows_per_unit):
                 rows = [data[row] for row in micro_batch.rows]
@@ -483,7 +483,7 @@ def check_data(data: Sequence[Datum], base: BaseModel, max_seq_len: int | None) 
         max_seq_len: of the model, tokens; None = not known.
 
     Raises:
-        BackendError: a row is too long, or of another tokenizer.
+        BackendError: a row is too long, of another tokenizer, or has no good temperature.
     """
     for row, datum in enumerate(data):
         if max_seq_len is not None and datum.num_scored > max_seq_len:
@@ -495,6 +495,12 @@ def check_data(data: Sequence[Datum], base: BaseModel, max_seq_len: int | None) 
             raise BackendError(
                 f"row {row} holds a token id outside 0..{base.vocab_size - 1}: the tokenizer does "
                 f"not belong to {base.name}"
+            )
+        temperature = datum.columns.get("temperature", 1.0)
+        if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+            raise BackendError(
+                f"row {row} has the temperature {temperature!r}; the column `temperature` is one "
+                "number above 0"
             )
 
 
@@ -523,52 +529,3 @@ def export_checkpoint(
         base_name=settings.export_name,
         tokenizer=tokenizer,
     )
-
-
-def column_names(loss_fn: LossFn) -> list[str]:
-    """The columns a loss reads: its arguments after the first that have no value yet."""
-    arguments = list(inspect.signature(loss_fn).parameters.values())[1:]
-    return [argument.name for argument in arguments if argument.default is inspect.Parameter.empty]
-
-
-def loss_and_metrics(loss_fn: LossFn, returned: object) -> tuple[Tensor, Metrics]:
-    """What a loss returned, if it is what a loss must return.
-
-    Args:
-        loss_fn: the loss, for its name.
-        returned: by one call of it.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        count = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
-        raise _not_a_loss(loss_fn, described(returned) + count)
-    loss, metrics = returned
-    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point():
-        raise _not_a_loss(loss_fn, f"{described(loss)} as its loss")
-    if not isinstance(metrics, Mapping):
-        raise _not_a_loss(loss_fn, f"{described(metrics)} as its metrics")
-    values: Metrics = {}
-    for name, metric in metrics.items():
-        value = metric.detach() if isinstance(metric, Tensor) else metric
-        is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-        if not isinstance(name, str) or name == "loss" or not is_scalar:
-            raise _not_a_loss(loss_fn, f"{described(metric)} as its metric {name!r}")
-        values[name] = float(value)
-    return loss, values
-
-
-def _not_a_loss(loss_fn: LossFn, what: str) -> ConfigError:
-    return ConfigError(
-        f"loss {loss_name(loss_fn)!r} returned {what}; a loss must return `(loss, metrics)`: a "
-        "scalar floating-point tensor, and a mapping of names, other than 'loss', to scalars. Both "
-        "are sums over the rows it was given"
-    )
-
-
-def described(value: object) -> str:
-    """A value's kind, and of a tensor dtype and shape, for an error message."""
-    if isinstance(value, Tensor):
-        return f"a tensor ({str(value.dtype).removeprefix('torch.')}, shape {list(value.shape)})"
-    return "None" if value is None else f"a {type(value).__name__}"

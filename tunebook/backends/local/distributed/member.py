@@ -36,8 +36,9 @@ from tunebook.backends.local.logprobs import (
     supervised,
     target_logprobs,
 )
-from tunebook.backends.local.session import column_names, loss_and_metrics
+from tunebook.columns import required_columns
 from tunebook.errors import BackendError, ConfigError, NonFiniteError
+from tunebook.losses import loss_and_metrics
 from tunebook.types import Datum, LoraConfig, Metrics, OptimizerParams
 
 EMPTY_ROW = Datum(tokens=np.zeros(2, np.int32), columns={})
@@ -126,7 +127,7 @@ class Member:
             where: session and step, for an error message.
         """
         model = self.loaded
-        names = column_names(loss_fn)
+        names = required_columns(loss_fn)
         totals: Metrics = {"loss": 0.0}
         error: Exception | None = None
         with model.drawing_dropout(self.team.rank), self._explaining_memory():

@@ -33,7 +33,7 @@ from tunebook.backends.local.engine.layout import (
     pack,
 )
 from tunebook.backends.local.engine.products import linear
-from tunebook.backends.local.logprobs import supervised
+from tunebook.backends.local.logprobs import supervised, temperatures_of
 from tunebook.backends.local.tuning import should_recompute
 from tunebook.types import Datum
 
@@ -78,6 +78,8 @@ class Selected:
     """`[M]` position in the stream."""
     target: np.ndarray
     """`[M]` token that is scored."""
+    temperature: np.ndarray | None
+    """`[M]` float32, what the logits are divided by; None = 1 everywhere."""
 
 
 class Engine:
@@ -190,7 +192,8 @@ class Engine:
         place = np.concatenate([found.place for found in selections])
         places = torch.from_numpy(np.searchsorted(wanted, place)).to(self.decoder.device)
         hidden = ran.hidden[places]
-        result = self._logprobs(hidden, targets, with_slopes=backward)
+        temperatures = joined_temperatures(selections)
+        result = self._logprobs(hidden, targets, temperatures, with_slopes=backward)
         gradients: list[Tensor] = []
         start = 0
         for number, (job, found) in enumerate(zip(jobs, selections, strict=True)):
@@ -202,13 +205,24 @@ class Engine:
         if backward:
             self._backward(given, ran, hidden, places, result, torch.cat(gradients))
 
-    def _logprobs(self, hidden: Tensor, targets: Tensor, *, with_slopes: bool) -> head.HeadResult:
+    def _logprobs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: np.ndarray | None,
+        *,
+        with_slopes: bool,
+    ) -> head.HeadResult:
+        divisors = None
+        if temperatures is not None:
+            divisors = torch.from_numpy(temperatures).to(self.decoder.device)
         return head.target_logprobs(
             normalised(hidden, self.decoder.final_norm).to(self.decoder.dtype),
             targets.to(self.decoder.device).long(),
             weight=self.head_weight,
             bias=getattr(self.base.head, "bias", None),
             rule=self._rule,
+            temperatures=divisors,
             with_slopes=with_slopes,
         )
 
@@ -275,7 +289,29 @@ def select(rows: Sequence[Datum], numbers: Sequence[int], places: Sequence[np.nd
         column.append(columns)
         place.append(row_places[columns].astype(np.int64))
         target.append(rows[number].tokens[1:][columns].astype(np.int64))
-    return Selected(*(np.concatenate(each) for each in (row_index, column, place, target)))
+    rows_of_positions = np.concatenate(row_index)
+    temperatures = temperatures_of([rows[number] for number in numbers])
+    return Selected(
+        row_index=rows_of_positions,
+        column=np.concatenate(column),
+        place=np.concatenate(place),
+        target=np.concatenate(target),
+        temperature=None if temperatures is None else temperatures[rows_of_positions],
+    )
+
+
+def joined_temperatures(selections: Sequence[Selected]) -> np.ndarray | None:
+    """The temperatures of all positions of a stream, `[N]`; None where all of them are 1."""
+    if all(found.temperature is None for found in selections):
+        return None
+    return np.concatenate(
+        [
+            np.ones(len(found.place), np.float32)
+            if found.temperature is None
+            else found.temperature
+            for found in selections
+        ]
+    )
 
 
 def filled_up(wanted: np.ndarray, span: Span) -> np.ndarray:

@@ -38,9 +38,10 @@ def target_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     rule: Callable[[Tensor], Tensor] | None,
+    temperatures: Tensor | None,
     with_slopes: bool,
 ) -> HeadResult:
-    """Log-probs of the targets.
+    """Log-probs of the targets under softmax(logits / temperature).
 
     Args:
         hidden: `[N, H]` normalised hidden states in the head's dtype.
@@ -48,15 +49,22 @@ def target_logprobs(
         weight: `[V, H]`
         bias: `[V]`
         rule: what the model does to the head's output, elementwise; None = nothing.
+        temperatures: `[N]` float32, above 0; None = 1.
         with_slopes: whether the gradient is wanted.
     """
     num_rows = max(MIN_ROWS, CHUNK_LOGITS // len(weight))
     logprobs: list[Tensor] = []
     slopes: list[Tensor] = []
-    for chunk, chunk_targets in zip(hidden.split(num_rows), targets.split(num_rows), strict=True):
+    for start in range(0, len(targets), num_rows):
+        chunk, chunk_targets = hidden[start : start + num_rows], targets[start : start + num_rows]
         fill = max(0, MIN_ROWS - len(chunk))
         raw = linear(torch.nn.functional.pad(chunk, (0, 0, 0, fill)), weight, bias).float()
         logits = raw if rule is None else rule(raw)
+        divisors = None
+        if temperatures is not None:
+            divisors = temperatures[start : start + num_rows, None]
+            # A rule's result is a tensor of its own, `raw` is needed again only behind a rule.
+            logits[: len(chunk)].div_(divisors)
         chosen = logits[: len(chunk)].gather(1, chunk_targets[:, None]).squeeze(1)
         largest = logits.amax(dim=1)
         # Not torch.softmax, which adds up a whole vocabulary in one float32 and is off by 1e-5.
@@ -69,9 +77,13 @@ def target_logprobs(
         if rule is None:
             expected = linear_backward(exponentials.to(weight.dtype), weight).float()
             slope = weight[chunk_targets].float() - (expected / total[:, None])[: len(chunk)]
+            if divisors is not None:
+                slope.div_(divisors)
         else:
             gradient = exponentials.div_(total[:, None]).neg_()
             gradient[torch.arange(len(chunk), device=chunk.device), chunk_targets] += 1
+            if divisors is not None:
+                gradient[: len(chunk)].div_(divisors)
             gradient = _through(rule, raw, gradient)
             slope = linear_backward(gradient.to(weight.dtype), weight)[: len(chunk)].float()
         slopes.append(slope)
