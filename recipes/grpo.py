@@ -415,7 +415,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
 
 
 def first_without_update(history: Sequence[Metrics]) -> list[str]:
-    """What to say about the last step of a history if it is the first to leave the weights alone."""
+    """What to say of the last step of a history if it is the first to leave the weights alone."""
     idle = [row for row in history if not row["train/num_updates"]]
     if len(idle) != 1 or history[-1] is not idle[0]:
         return []
@@ -446,8 +446,8 @@ def require_updates(run: RunDir, rule: str | None) -> None:
             "look at samples/"
         )
     raise NoStepsError(
-        f"{run.path}: none of its {len(rows)} steps had changed the weights{stopped}, so there is no "
-        f"model: {why}"
+        f"{run.path}: none of its {len(rows)} steps had changed the weights{stopped}, so there is "
+        f"no model: {why}"
     )
 
 
