@@ -44,8 +44,8 @@ NOT_PART_OF_THE_PLAN = (
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")
 """Keys of the plan that do not touch the steps already made."""
-UNITS = {"sft": "rows", "dpo": "pairs", "grpo": "prompts"}
-"""What `plan.batch_size` counts."""
+UNITS = {"dpo": "pairs", "grpo": "prompts"}
+"""What `plan.batch_size` counts in a recipe; rows in any other."""
 NOT_PART_OF_THE_DATA = ("path", "hub", "function", "revision", "subset", "split", "function_args")
 """Where rows come from; what they hold is in the fingerprint."""
 
@@ -129,7 +129,7 @@ def summarize(
         "loss": str(config.loss.get("_target_", "")),
         "data": [source["name"] for source in rows.manifest["sources"]],
         "start_from": config.start_from,
-        "unit": UNITS[recipe],
+        "unit": UNITS.get(recipe, "rows"),
         "rows_read": rows.manifest["rows_read"],
         "rows_skipped": rows.manifest["rows_skipped"],
         "train": _side(len(rows.train), train_data),
