@@ -51,7 +51,7 @@ from tunebook.promotion import CheckpointBook, check_can_go_on, planned_stop
 from tunebook.render.turns import check_turns
 from tunebook.rewards.overlong import overlong_penalty
 from tunebook.rollouts import PendingRollouts, Prompt, Rollout, start_rollouts
-from tunebook.runs import StopReason
+from tunebook.runs import NoStepsError, StopReason
 from tunebook.schedule import Schedule, learning_rate_at
 from tunebook.scoring import GIVEN_COLUMNS, Score, Scorer, check_rows, make_scorer
 from tunebook.scoring import Sample as Scored
@@ -196,7 +196,15 @@ def prepare(config: GRPOConfig) -> Task:
         downgrades=downgrades,
     )
     summary["trainable_parameters"] = trainable_parameters
-    summary["warnings"] += [*doubts(config), *check_resumed(config, summary)]
+    summary["notes"] = [
+        *summary["notes"],
+        "a measured estimate is of training alone, with completions as long as they may be; "
+        "sampling, rewards and evaluation come on top",
+    ]
+    summary["warnings"] += [
+        *doubts(config),
+        *check_resumed(config, summary, needs_start=num_sessions > 1),
+    ]
     if config.resume is not None:
         check_can_go_on(config, plan, monitor)
     return Task(
@@ -340,6 +348,8 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
             if book.stops_early(config.early_stopping):  # only the promotion is left
                 stop_reason, last = StopReason.EARLY_STOPPING, done
             taken = int(history[-1]["train/prompts_consumed"]) if history else 0
+            if done and config.rollout.policy_lag:
+                run.event("policy_lag_begins_anew", step=done)
             batch: Batch | None = None
             for step in range(done + 1, last + 1):
                 started = time.monotonic()
@@ -376,7 +386,10 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     evaluation=evaluation,
                     checkpoint=checkpoint,
                     is_best=evaluation is not None and book.best_step == step,
-                    notes=tuple(f"{each.rule}: {each.advice}" for each in found),
+                    notes=(
+                        *first_without_update(history),
+                        *(f"{each.rule}: {each.advice}" for each in found),
+                    ),
                 )
                 try:
                     yield report
@@ -393,11 +406,49 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     break
             if step != book.saved_step:
                 book.save(session, step, None)
+        if stop_reason is not StopReason.CANCELLED:
+            require_updates(run, rule)
         promoted = book.promoted()
         with closing(open_checkpoint(config, backend, run, promoted.ref)) as session:
             book.promote(session, promoted)
-        updates = sum(row.get("train/num_updates") or 0 for row in run.metrics())
-        run.finish(stop_reason, steps=step, updates=int(updates), rule=rule)
+        run.finish(stop_reason, steps=step, rule=rule)
+
+
+def first_without_update(history: Sequence[Metrics]) -> list[str]:
+    """What to say of the last step of a history if it is the first to leave the weights alone."""
+    idle = [row for row in history if not row["train/num_updates"]]
+    if len(idle) != 1 or history[-1] is not idle[0]:
+        return []
+    return [
+        "no group of this step had rewards that differ, so it made no update (said once; "
+        "train/num_updates tells of every step)"
+    ]
+
+
+def require_updates(run: RunDir, rule: str | None) -> None:
+    """Returns if any step has changed the weights; else there is no model to promote.
+
+    Raises:
+        NoStepsError: none has; says why, as far as the metrics tell.
+    """
+    rows = [row for row in run.metrics() if row["step"] > 0]
+    if not rows or any(row.get("train/num_updates") for row in rows):
+        return
+    stopped = "" if rule is None else f" when the health rule {rule} ended it"
+    if all(row["train/unscored_share"] == 1 for row in rows):
+        why = (
+            "no completion could be scored. What the reward functions raised is in "
+            f"{run.path / 'events.jsonl'}"
+        )
+    else:
+        why = (
+            "no group had rewards that differ. The reward or the prompts do not fit the model; "
+            "look at samples/"
+        )
+    raise NoStepsError(
+        f"{run.path}: none of its {len(rows)} steps had changed the weights{stopped}, so there is "
+        f"no model: {why}"
+    )
 
 
 # Sampling and scoring.
@@ -548,6 +599,7 @@ def score(
     Raises:
         RewardError: a reward function failed, and reward.on_error=fail.
     """
+    judged = [rollout for rollouts in sampled for rollout in rollouts if rollout.failure is None]
     items = [
         Scored(
             rollout.completion,
@@ -561,17 +613,19 @@ def score(
         )
         for row, rollouts in zip(rows, sampled, strict=True)
         for rollout in rollouts
+        if rollout.failure is None
     ]
     by_environment = Score(total=0.0, parts={})
-    scores = iter(scorer.score(items) if scorer is not None else [by_environment] * len(items))
+    scores = iter(scorer.score(items) if scorer is not None else [by_environment] * len(judged))
+    failed = Score(total=None, parts={})
     groups = []
     for rollouts in sampled:
-        of_group = [next(scores) for _ in rollouts]
+        of_group = [next(scores) if each.failure is None else failed for each in rollouts]
         rewards = [
             total_reward(task.config, each, rollout)
             for each, rollout in zip(of_group, rollouts, strict=True)
         ]
-        groups.append(Group(rollouts, of_group, np.asarray(rewards, np.float32)))
+        groups.append(Group(rollouts, of_group, np.asarray(rewards, np.float64)))
     problems = [
         str(problem) for group in groups for each in group.scores for problem in each.problems
     ]
@@ -719,15 +773,27 @@ def evaluate(task: Task, sampler: Sampler, arena: Arena, run: RunDir, step: int)
         problems += raised
     report_problems(run, step, problems)
     run.write_samples(step, records(groups[:count], rows=side, per_group=1))
-    return reward_metrics(groups, "eval") if task.eval_data is not None else {}
+    if task.eval_data is None:
+        return {}
+    metrics = reward_metrics(groups, "eval")
+    if task.monitor is not None:
+        metrics.setdefault(task.monitor.metric, math.nan)  # where nothing could be scored by it
+    return metrics
 
 
 def write_rollouts(task: Task, run: RunDir, step: int, batch: Batch) -> None:
     """Keeps what some prompts of a step were answered, with rewards and advantages."""
     count = task.config.samples.num_prompts
-    if count:
-        shown = records(batch.groups[:count], rows=task.rows.train, advantages=batch.advantages)
-        run.write_rollouts(step, shown)
+    # Groups that are trained on come first.
+    order = sorted(range(len(batch.groups)), key=lambda i: not batch.groups[i].has_variance)
+    shown = order[:count]
+    if shown:
+        kept = records(
+            [batch.groups[i] for i in shown],
+            rows=task.rows.train,
+            advantages=[batch.advantages[i] for i in shown],
+        )
+        run.write_rollouts(step, kept)
 
 
 def report_problems(run: RunDir, step: int, problems: Sequence[str]) -> None:

@@ -180,6 +180,11 @@ def resumed_config(
     changes.update(values)
     changes.pop("resume", None)
     changes.pop("runs_dir", None)
+    if changes.get("start_from") is not None:
+        raise ConfigError(
+            "start_from and resume are both set: resume goes on with a run exactly, start_from "
+            "begins a new one from its weights"
+        )
     for key in changes:
         if not any(key == name or key.startswith(name + ".") for name in RESUMABLE):
             raise ConfigError(

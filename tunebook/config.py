@@ -446,7 +446,8 @@ class RolloutConfig:
     """Passes over the completions of one rollout batch."""
     policy_lag: int = MISSING
     """Steps between the weights that sample and those that are trained: 0, or 1 = the next batch is
-    sampled while this one is trained."""
+    sampled while this one is trained. A run that goes on samples its first batch from the weights
+    it goes on from, so with 1 it is not bit for bit what it would have been without the stop."""
     truncated: OnTruncated = MISSING
     """Completions without an end: keep them, mask them out of the loss, or penalise them softly."""
     penalty_buffer: int = MISSING

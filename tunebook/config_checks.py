@@ -129,11 +129,6 @@ def _check_pairs(config: RecipeConfig) -> None:
             f"early_stopping.patience={config.early_stopping.patience} needs an eval set, but "
             "eval.fraction=0 holds none out and data.eval names none"
         )
-    if config.start_from is not None and config.resume is not None:
-        raise ConfigError(
-            "start_from and resume are both set: resume goes on with a run exactly, start_from "
-            "begins a new one from its weights"
-        )
     if isinstance(config, SFTConfig):
         _check_normalization(config.normalization)
         if config.normalization.kind is Normalization.prompt_mean:
@@ -192,6 +187,11 @@ def _check_rollout(config: GRPOConfig) -> None:
         raise ConfigError(
             f"rollout.penalty_buffer={rollout.penalty_buffer}: must be at most "
             f"rollout.max_new_tokens={rollout.max_new_tokens}"
+        )
+    if penalises and config.environment is not None:
+        raise ConfigError(
+            "rollout.truncated=penalise is about the tokens of one answer, and with an environment "
+            "a completion has several; use truncated=keep or mask"
         )
     if penalises and config.advantage.estimator is AdvantageEstimator.maxrl:
         raise ConfigError(

@@ -99,7 +99,8 @@ def curve_of_run(rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
     name = "reward" if any("train/reward" in row for row in plain) else "loss"
     train = finite(history(plain, f"train/{name}"))
     calm = smoothed(train, max(len(train) // 10, 1))
-    return loss_curve(calm, history(plain, f"eval/{name}"), name=name, **options)
+    evals = [*history(plain, f"start/{name}"), *history(plain, f"eval/{name}")]
+    return loss_curve(calm, evals, name=name, **options)
 
 
 def plot_curves(
@@ -129,9 +130,10 @@ def plot_curves(
     axes[0].set_ylabel("loss (nats per token)" if per_token else "loss")
     axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
     if second is not None:
-        trained, evaluated = (
-            finite(history(plain, f"{side}/{second}")) for side in ("train", "eval")
+        trained, started, evaluated = (
+            finite(history(plain, f"{side}/{second}")) for side in ("train", "start", "eval")
         )
+        evaluated = [*started, *evaluated]
         _draw(axes[1], second, trained, evaluated, best_step)
         axes[1].set_ylabel(second)
     if rates:

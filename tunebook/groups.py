@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tunebook.advantages import kl_shaped_advantages
 from tunebook.rollouts import to_datum
@@ -31,7 +32,7 @@ class Group:
     """`[G]`"""
     scores: Sequence[Score]
     """`[G]`"""
-    rewards: FloatArray
+    rewards: npt.NDArray[np.float64]
     """`[G]` what advantages are computed from, penalties included; NaN = unscored."""
 
     @property
@@ -132,7 +133,6 @@ def reward_metrics(groups: Sequence[Group], prefix: str) -> Metrics:
         prefix: `train` or `eval`.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    scores = [score for group in groups for score in group.scores]
     rewards = np.concatenate([group.rewards for group in groups]) if groups else np.empty(0)
     scored = rewards[~np.isnan(rewards)].tolist()
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
@@ -149,8 +149,14 @@ def reward_metrics(groups: Sequence[Group], prefix: str) -> Metrics:
     if stds:
         metrics["reward_std"] = _mean(stds)
         metrics["zero_variance_share"] = _mean([float(not group.has_variance) for group in groups])
-    by_function = score_metrics(scores)
-    metrics |= {name: value for name, value in by_function.items() if "/" in name}
+    judged = [
+        score
+        for group in groups
+        for rollout, score in zip(group.rollouts, group.scores, strict=True)
+        if rollout.failure is None
+    ]
+    metrics |= {f"reward/{name}": math.nan for score in judged for name in score.parts}
+    metrics |= {name: value for name, value in score_metrics(judged).items() if "/" in name}
     for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
         values = [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]
         metrics[f"environment/{name}"] = _mean(values)

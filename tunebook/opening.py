@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from tunebook.backends.base import Backend, Session
@@ -82,9 +83,9 @@ def check_backend(
             else (f"this backend has {can.max_sessions}")
         )
         raise ConfigError(
-            f"kl.beta is above 0, so that {num_sessions} sessions are open at a time, one of them "
-            f"the reference, but {why}. Set kl.beta=0, or train an adapter on a backend that takes "
-            "more sessions"
+            f"The KL term (kl.beta) or the loss compares with a reference, so {num_sessions} "
+            f"sessions are open at a time, but {why}. Set kl.beta=0 and choose a loss without a "
+            "reference, or train an adapter on a backend that takes more sessions"
         )
     if config.lora is None and not can.full_weight:
         raise ConfigError("lora=null: this backend trains adapters only, not full weights")
@@ -153,6 +154,27 @@ def open_checkpoint(
         restore=ref,
         with_optimizer=False,
     )
+
+
+def weights_digest(start_from: str | None) -> str | None:
+    """32 hex digits over the weights that `start_from` names; None where it names none.
+
+    Weights that are gone have a digest of their own, so a run that needs them again is told.
+    """
+    if start_from is None:
+        return None
+    try:
+        start = starting_point(start_from)
+    except ConfigError:
+        return "gone"
+    assert start is not None
+    digest = hashlib.sha256()
+    for file in sorted(start.path.glob("*.safetensors")):
+        digest.update(file.name.encode())
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()[:32]
 
 
 def starting_point(start_from: str | None) -> CheckpointRef | None:

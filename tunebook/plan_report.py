@@ -26,7 +26,8 @@ def plan_text(plan: Mapping[str, Any], *, width: int = 100, unicode: bool = True
     Args:
         plan: a dict with
             `recipe`, `name`, `model`, `start_from`, `backend`, `loss`, `reference`,
-            `normalization`, `rollout`, `reward`, `monitor`: text;
+            `normalization`, `rollout`, `reward`, `environment`,
+            `monitor`: text;
             `unit`: what rows are called, "rows" if it is missing;
             `data`: names of the sources;
             `rows_read`, `rows_skipped`: counts over all sources;
@@ -62,7 +63,7 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     add_line(table, "plan", head)
     for key in (
         "model", "start_from", "backend", "loss", "reference", "normalization", "rollout",
-        "reward", "monitor",
+        "reward", "environment", "monitor",
     ):  # fmt: skip
         add_line(table, key.replace("_", " "), plan.get(key))
     add_line(table, "data", ", ".join(map(str, plan.get("data") or [])))

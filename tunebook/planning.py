@@ -15,9 +15,10 @@ from tunebook.config import DPOConfig, GRPOConfig, RecipeConfig, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.evaluate import Monitor
 from tunebook.models import model_fingerprint
+from tunebook.opening import weights_digest
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, make_plan
 from tunebook.preparation import PreparedRows
-from tunebook.runs import RunDir
+from tunebook.runs import RunDir, newest_checkpoint
 from tunebook.schedule import learning_rate_at, warmup_steps
 from tunebook.settings import make_schedule
 from tunebook.types import Datum, Workload
@@ -43,8 +44,8 @@ NOT_PART_OF_THE_PLAN = (
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")
 """Keys of the plan that do not touch the steps already made."""
-UNITS = {"sft": "rows", "dpo": "pairs", "grpo": "prompts"}
-"""What `plan.batch_size` counts."""
+UNITS = {"dpo": "pairs", "grpo": "prompts"}
+"""What `plan.batch_size` counts in a recipe; rows in any other."""
 NOT_PART_OF_THE_DATA = ("path", "hub", "function", "revision", "subset", "split", "function_args")
 """Where rows come from; what they hold is in the fingerprint."""
 
@@ -110,6 +111,7 @@ def summarize(
         "settings": _hash(_without(settings, MAY_CHANGE_ON_RESUME)),
         "rows": _hash([[row.content_hash for row in side] for side in (rows.train, rows.eval)]),
         "tokens": _hash([_digest(train_data), _digest(eval_data)]),
+        "start": weights_digest(config.start_from),
     }
     content = {
         "settings": settings,
@@ -127,7 +129,7 @@ def summarize(
         "loss": str(config.loss.get("_target_", "")),
         "data": [source["name"] for source in rows.manifest["sources"]],
         "start_from": config.start_from,
-        "unit": UNITS[recipe],
+        "unit": UNITS.get(recipe, "rows"),
         "rows_read": rows.manifest["rows_read"],
         "rows_skipped": rows.manifest["rows_skipped"],
         "train": _side(len(rows.train), train_data),
@@ -151,6 +153,7 @@ def summarize(
         "normalization": _normalization(config),
         "rollout": _rollout(config),
         "reward": _reward(config),
+        "environment": _environment(config),
         "monitor": None if monitor is None else _monitor_text(monitor),
         "downgrades": list(downgrades),
         "notes": train_data.report.notes,
@@ -177,23 +180,35 @@ def check_plan_hash(config: RecipeConfig, summary: dict[str, Any]) -> None:
         )
 
 
-def check_resumed(config: RecipeConfig, summary: dict[str, Any]) -> list[str]:
+def check_resumed(
+    config: RecipeConfig, summary: dict[str, Any], *, needs_start: bool = False
+) -> list[str]:
     """What a person should know before a run goes on; empty for a new run.
+
+    Args:
+        config: of the run, resumed or new.
+        summary: its plan as it is now.
+        needs_start: the weights that it began from are read again, whatever it has saved since.
 
     Raises:
         ConfigError: what the run was trained with so far is no longer what it would go on with.
     """
     if config.resume is None:
         return []
-    before = RunDir.open(config.resume).read_plan()
+    run = RunDir.open(config.resume)
+    before = run.read_plan()
     causes = {
         "settings": "config.yaml in it was edited",
         "rows": "the rows in data/ were changed",
         "tokens": "the rows render to other tokens than before, because the chat template, the "
         "tokenizer or a package has changed and the tokens in data/ are gone",
     }
+    if needs_start or newest_checkpoint(run.checkpoints()) is None:
+        causes["start"] = (
+            f"the weights that it began from were changed or are gone: {config.start_from}"
+        )
     for part, cause in causes.items():
-        if before["fingerprints"][part] != summary["fingerprints"][part]:
+        if before["fingerprints"].get(part) != summary["fingerprints"][part]:
             raise ConfigError(
                 f"resume={config.resume}: the run cannot go on exactly: {cause}. Put it back as it "
                 f"was, or begin a new run from its weights with start_from={config.resume}"
@@ -321,6 +336,14 @@ def _rollout(config: RecipeConfig) -> str | None:
         kl = config.kl
         parts.append(f"KL {kl.estimator.value} x {kl.beta:g} in the {kl.placement.value}")
     return ", ".join(parts)
+
+
+def _environment(config: RecipeConfig) -> str | None:
+    if not isinstance(config, GRPOConfig) or config.environment is None:
+        return None
+    node = config.environment
+    name = str(node["_target_"]).rpartition(".")[2]
+    return f"{name}, at most {node['max_turns']} turns of the model"
 
 
 def _reward(config: RecipeConfig) -> str | None:

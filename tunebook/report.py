@@ -151,15 +151,13 @@ def _summary_table(run: RunDir) -> Table:
         add_line(table, "why", f"{record.failure.message} [{record.failure.code}]", style="red")
     rows = run.metrics()
     if record.evaluation is not None:
-        add_line(
-            table, "best", _best_text(record.evaluation, run.history(record.evaluation.metric))
-        )
+        metric = record.evaluation.metric
+        start = run.history(metric.replace("eval/", "start/", 1))
+        add_line(table, "best", _best_text(record.evaluation, [*start, *run.history(metric)]))
         add_line(table, "last", _last_text(record.evaluation))
         add_line(table, "beside it", _beside_text(record.evaluation, rows))
     elif rows:
         add_line(table, "evaluation", "never evaluated")
-    if rows and rows[0].get("start/reward") is not None:
-        add_line(table, "at start", f"eval/reward {rows[0]['start/reward']:.4f}")
     for name in ("reward", "loss"):
         values = [row[f"train/{name}"] for row in rows if row.get(f"train/{name}") is not None]
         if values:

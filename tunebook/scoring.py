@@ -331,8 +331,10 @@ def _make_reward(name: str, node: Any, columns: Collection[str]) -> Reward:
         _check_constructor(bound, key)
         try:
             function: Any = bound()
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from error
+        except (TypeError, ValueError) as error:
+            values = ", ".join(f"{name}={value!r}" for name, value in bound.keywords.items())
+            given = f" (given {values})" if values else ""
+            raise ConfigError(f"{key}: {error}{given}") from error
         bound_names: set[str] = set()
     else:
         function, bound_names = bound, set(bound.keywords)

@@ -500,3 +500,50 @@ def test_k1_in_the_loss_is_said_to_hold_nothing(configure):
     assert any("k1 in the loss" in warning for warning in task.summary["warnings"])
     task = grpo.prepare(configure(10, kl__beta=0.1, kl__estimator="k1", kl__placement="reward"))
     assert not any("k1 in the loss" in warning for warning in task.summary["warnings"])
+
+
+def test_a_run_in_which_nothing_was_scored_says_so_and_has_no_model(configure):
+    """No update, so no model; the cause is the reward, whatever rule ended the run."""
+    reward = {"mine": {"_target_": "tests.recipes.test_grpo_flow.raises"}}
+    config = configure(
+        10,
+        **{
+            "reward": "base",
+            "reward.functions": reward,
+            "health.window": 2,
+            "health.stop": ["all"],
+        },
+    )
+    task = grpo.prepare(config)
+    run = start_run("grpo", task)
+    with pytest.raises(
+        NoStepsError, match=r"no completion could be scored.*events\.jsonl"
+    ) as raised:
+        list(grpo.train(task, ScriptedBackend(), run))
+    assert "many_unscored" in str(raised.value)
+    assert not RunDir.open(run.path).record.model_available
+
+
+def raises(completion):
+    """A reward that can judge nothing."""
+    raise ValueError("nope")
+
+
+def test_the_first_step_without_an_update_is_said(configure):
+    backend = ScriptedBackend(
+        answer=lambda prompt, number: prompt if prompt != "1" or number else "0"
+    )
+    _, run, reports = run_all(configure(4, plan__batch_size=1), backend)
+    said = [report.step for report in reports if any("made no update" in n for n in report.notes)]
+    idle = [row["step"] for row in rows_of(run) if not row["train/num_updates"]]
+    assert said == idle[:1] and len(idle) == 3
+
+
+def test_kept_completions_are_of_groups_that_were_trained_on(configure):
+    backend = ScriptedBackend(
+        answer=lambda prompt, number: prompt if prompt != "2" or number else "0"
+    )
+    config = configure(2, samples__num_prompts=1)
+    _, run, _ = run_all(config, backend)
+    assert {each["prompt"] for each in run.last_rollouts()} == {"Say 2"}
+    assert any(each["advantage"] for each in run.last_rollouts())

@@ -1,15 +1,16 @@
 """The GRPO recipe on the built-in model and the local backend: the numbers themselves."""
 
 import math
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from recipes import grpo
 from tests.running import train_all
 from tunebook.compose import compose
-from tunebook.errors import ConfigError, RewardError
+from tunebook.errors import ConfigError, NonFiniteError, RewardError
 from tunebook.launch import start_run
 from tunebook.opening import build_backend
 from tunebook.runs import RunDir, RunState
@@ -240,3 +241,59 @@ def test_an_environment_with_turns_trains(tmp_path):
     assert row["train/num_turns"] >= 1
     if row["train/num_updates"]:
         assert row["train/logprob_gap"] < 1e-4
+
+
+def test_a_chained_run_goes_on_with_the_reference_of_its_start(unbroken, tmp_path):
+    """A run begun from another resumes bit for bit, its KL against the same start."""
+    chained = {"start_from": str(unbroken.path), "kl__beta": 0.2, "plan__max_steps": 3}
+    whole = run_all(configured(tmp_path / "whole", **chained))
+    stopped = run_all(configured(tmp_path / "stopped", **chained), stop_after=2)
+    _, resumed = train_all(compose("grpo", {"resume": str(stopped.path)}))
+    for ours, theirs in zip(resumed.metrics(), whole.metrics(), strict=True):
+        assert numbers(ours) == numbers(theirs)
+
+
+def test_a_start_that_changed_is_refused_where_it_is_read_again(unbroken, tmp_path):
+    """Else the KL of the resumed steps would be against other weights, without a word."""
+    start = tmp_path / "start"
+    shutil.copytree(unbroken.model_dir, start)
+    chained = {"start_from": str(start), "plan__max_steps": 3}
+    held = run_all(configured(tmp_path, **chained, kl__beta=0.2), stop_after=2)
+    free = run_all(configured(tmp_path, **chained), stop_after=2)
+    file = start / "adapter_model.safetensors"
+    weights = {name: value + 0.01 for name, value in load_file(file).items()}
+    save_file(weights, file)
+    with pytest.raises(ConfigError, match="gone"):
+        grpo.prepare(compose("grpo", {"resume": str(held.path)}))
+    _, resumed = train_all(compose("grpo", {"resume": str(free.path)}))
+    assert resumed.record.state is RunState.SUCCEEDED
+
+
+def test_a_monitor_without_a_value_is_no_best_and_no_crash(tmp_path):
+    """A judge that is silent during one evaluation must not end the run."""
+    silent = {"_target_": "tests.recipes.test_grpo_local.silent", "weight": 0}
+    config = configured(
+        tmp_path, **{"reward.functions.judge": silent, "eval.monitor": "eval/reward/judge",
+                     "plan.max_steps": 2}
+    )  # fmt: skip
+    with pytest.raises(NonFiniteError, match="never a finite number"):
+        run_all(config)
+
+
+def silent(completion):
+    """A judge that never answers."""
+    return None
+
+
+def test_large_rewards_keep_their_differences(tmp_path):
+    """1e6 and 1e6 + 0.01 differ; in float32 they would not."""
+    reward = {"_target_": "tests.recipes.test_grpo_local.large"}
+    run = run_all(configured(tmp_path, **{"reward": "base", "reward.functions.large": reward,
+                                          "plan.max_steps": 1}))  # fmt: skip
+    [row] = rows_of(run)
+    assert row["train/num_updates"] == 1
+
+
+def large(completion, *, num_tokens):
+    """A large reward with small differences."""
+    return 1e6 + 0.01 * num_tokens

@@ -99,6 +99,15 @@ def test_stop_and_resume_is_bit_identical(unbroken, tmp_path, stop_after, dropou
         assert [ours[key] for key in keys] == [theirs[key] for key in keys]
 
 
+def test_a_run_begun_from_another_can_be_resumed(unbroken, tmp_path):
+    """Its config names where it began; going on does not begin there again."""
+    chained = {"start_from": str(unbroken.path), "plan__epochs": None, "plan__max_steps": 4}
+    whole = run_all(configured(tmp_path / "whole", **chained))
+    stopped = run_all(configured(tmp_path, **chained), stop_after=2)
+    resumed = run_all(compose("sft", {"resume": str(stopped.path)}))
+    assert losses(resumed) == losses(whole)
+
+
 def test_logged_loss_is_the_token_mean(tmp_path):
     """Case 3: the first loss equals sum(NLL) / sum(supervised tokens) of its rows."""
     config = configured(tmp_path)

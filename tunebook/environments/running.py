@@ -150,6 +150,11 @@ class Environments:
                 f"environment {self.name}: step returned a {type(step).__name__}; it must return a "
                 "tunebook.environments.Step"
             )
+        if not isinstance(step.metrics, Mapping):
+            raise ConfigError(
+                f"environment {self.name}: step gave {step.metrics!r} as metrics; they are a dict "
+                "of numbers"
+            )
         numbers = {"reward": 0.0 if step.reward is None else step.reward, **step.metrics}
         for key, value in numbers.items():
             if not isinstance(value, Real) or not math.isfinite(value):

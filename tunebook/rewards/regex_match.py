@@ -15,11 +15,15 @@ class RegexMatch:
     the scorer ends it, and the completion is unscored.
     """
 
-    def __init__(self, *, pattern: str) -> None:
+    def __init__(self, *, pattern: str | float | None) -> None:
         """
+        Args:
+            pattern: a regular expression; YAML reads one of digits as a number.
+
         Raises:
             ConfigError: there is no pattern, or it is no regular expression.
         """
+        pattern = "" if pattern is None else str(pattern)
         if not pattern:
             raise ConfigError("pattern is not given: a regular expression to look for")
         try:

@@ -413,33 +413,19 @@ class RunDir:
             self._ending = replace(self._ending, downgrades=downgrades)
             self.event("downgraded", token=token)
 
-    def finish(
-        self,
-        stop_reason: StopReason,
-        *,
-        steps: int,
-        updates: int | None = None,
-        rule: str | None = None,
-    ) -> None:
+    def finish(self, stop_reason: StopReason, *, steps: int, rule: str | None = None) -> None:
         """Records how the run ended; call it last inside the `with run.attempt(...)` block.
 
         Args:
             stop_reason: why no further step was made.
             steps: steps of the run, all attempts together.
-            updates: optimizer updates they made; None = one each.
             rule: health rule that ended the run.
 
         Raises:
-            NoStepsError: the run would end well without a single update.
+            NoStepsError: the run would end well without a single step.
         """
         assert self._ending is not None, "finish belongs inside `with run.attempt(...)`"
         state = STATE_OF_STOP_REASON[stop_reason]
-        if state is RunState.SUCCEEDED and steps > 0 and updates == 0:
-            raise NoStepsError(
-                f"{self.path}: none of the {steps} steps changed the weights, because no group had "
-                "rewards that differ. The reward or the prompts do not fit the model; look at "
-                "samples/"
-            )
         if state is RunState.SUCCEEDED and steps == 0:
             raise NoStepsError(
                 f"{self.path}: the run made 0 of {self._ending.planned_steps} planned steps, so "
