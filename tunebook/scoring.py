@@ -332,9 +332,8 @@ def _make_reward(name: str, node: Any, columns: Collection[str]) -> Reward:
         try:
             function: Any = bound()
         except (TypeError, ValueError) as error:
-            values = ", ".join(f"{name}={value!r}" for name, value in bound.keywords.items())
-            given = f" (given {values})" if values else ""
-            raise ConfigError(f"{key}: {error}{given}") from error
+            # Without the values: one of them may be a secret in the wrong place.
+            raise ConfigError(f"{key}: {error}") from error
         bound_names: set[str] = set()
     else:
         function, bound_names = bound, set(bound.keywords)
