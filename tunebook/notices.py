@@ -10,28 +10,24 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
+
+from tunebook.runs import RunDir
 
 LOG = logging.getLogger("tunebook")
 
 
-class Record(Protocol):
-    """The run that remembers."""
-
-    def event(self, type: str, **fields: Any) -> None:
-        """Appends an event."""
-        ...
-
-
-def notice(event: str, text: str, **fields: Any) -> None:
+def notice(event: str, text: str, *, shown: bool = True, **fields: Any) -> None:
     """Shows a sentence and makes it an event of the runs that remember.
 
     Args:
         event: type of the event.
         text: the sentence.
-        fields: of the event.
+        shown: False = only an event.
+        fields: of the event. `session` names the session it is about, and so the run.
     """
-    LOG.warning("%s", text, extra={"notice": (event, fields)})
+    level = logging.WARNING if shown else logging.INFO
+    LOG.log(level, "%s", text, extra={"notice": (event, fields)})
 
 
 class Notes:
@@ -52,33 +48,31 @@ class Notes:
 
 
 @contextmanager
-def remembering(run: Record) -> Iterator[None]:
-    """Makes what is noticed inside the block events of the run."""
-    handler = _Remember(run)
-    LOG.addHandler(handler)
-    # Python shows warnings by itself only where there is no handler at all.
-    shown = None if _has_other_handlers(handler) else logging.lastResort
-    if shown is not None:
-        LOG.addHandler(shown)
+def remembering(run: RunDir) -> Iterator[None]:
+    """Makes what is noticed inside the block, but of other runs, events of the run."""
+    handlers: list[logging.Handler] = [_Remember(run)]
+    if logging.lastResort is not None and not LOG.hasHandlers():
+        # Python shows warnings by itself only where there is no handler at all.
+        handlers.append(logging.lastResort)
+    level = LOG.level
+    if LOG.getEffectiveLevel() > logging.INFO:
+        LOG.setLevel(logging.INFO)
+    for handler in handlers:
+        LOG.addHandler(handler)
     try:
         yield
     finally:
-        LOG.removeHandler(handler)
-        if shown is not None:
-            LOG.removeHandler(shown)
-
-
-def _has_other_handlers(ours: logging.Handler) -> bool:
-    return logging.getLogger().hasHandlers() or any(each is not ours for each in LOG.handlers)
+        for handler in handlers:
+            LOG.removeHandler(handler)
+        LOG.setLevel(level)
 
 
 class _Remember(logging.Handler):
-    def __init__(self, run: Record) -> None:
-        super().__init__()
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(logging.INFO)
         self._run = run
 
     def emit(self, record: logging.LogRecord) -> None:
-        found = getattr(record, "notice", None)
-        if found is not None:
-            event, fields = found
+        event, fields = getattr(record, "notice", (None, {}))
+        if event is not None and self._run.record.id in fields.get("session", self._run.record.id):
             self._run.event(event, text=record.getMessage(), **fields)

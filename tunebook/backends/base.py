@@ -51,8 +51,8 @@ class Capabilities:
     temperature: bool
     """Reads the column `temperature` of a datum; see `Session.forward`."""
     bills: bool = False
-    """An hour of it costs money: `estimate` asks the price and takes no time, so that `prepare` calls
-    it always."""
+    """An hour of it costs money: `estimate` asks the price, takes no time, and is part of
+    `prepare`."""
     files: bool = True
     """Its checkpoints are folders of this machine; False = the service keeps them by an id."""
 

@@ -46,6 +46,8 @@ class Operation:
     finish: Finish | None = None
     error: Exception | None = None
     """Why it could not be submitted."""
+    tried: bool = False
+    """Its turn to be submitted has come."""
 
 
 class RemoteFuture(Generic[T]):
@@ -179,6 +181,7 @@ class RemoteQueue:
                 self._sent.append(operation)
                 if self._failed is None and not self._blocked:
                     await self._submit(operation)
+                operation.tried = True
             self._arrived.set()
 
     async def _submit(self, operation: Operation) -> None:
@@ -192,7 +195,7 @@ class RemoteQueue:
 
     async def _settle_all(self) -> None:
         while True:
-            while not self._sent:
+            while not self._sent or not self._sent[0].tried:
                 self._arrived.clear()
                 await self._arrived.wait()
             # In place until it is settled: a new session has to be given it.
@@ -206,9 +209,9 @@ class RemoteQueue:
                 operation.outcome.set_exception(self._refusal(operation))
                 return
             try:
-                if operation.finish is None:
-                    # Another one before it was in the way, unless it failed itself.
-                    raise operation.error or BackendError(f"{operation.name} was not submitted")
+                if operation.error is not None:
+                    raise operation.error
+                assert operation.finish is not None, "what was in its way has failed or recovered"
                 value = operation.settled(await operation.finish())
             except RemoteError as error:
                 if not error.recoverable or not await self._recovered(error):

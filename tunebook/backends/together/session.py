@@ -290,12 +290,14 @@ class TogetherSession:
             return
         self._said.add(f"{name} {way}")
         text = f"session {self.name!r}: the loss {name} is computed {way}"
-        if kind is None and self._lora is not None and self._lora.dropout > 0:
+        dropout = self._lora.dropout if self._lora else 0.0
+        inexact = kind is None and dropout > 0
+        if inexact:
             text += (
-                f". With lora.dropout={self._lora.dropout:g} its gradient is only nearly exact: "
-                "the first pass has no dropout, the second one has"
+                f". With lora.dropout={dropout:g} its gradient is only nearly exact: the first "
+                "pass has no dropout, the second one has"
             )
-        self._queue.note("loss_computed", text, loss=name, way=kind or "two_passes")
+        self._queue.note("loss_computed", text, shown=inexact, loss=name, way=kind or "two_passes")
 
     def _compare(self, loss_fn: LossFn, theirs: float, ours: float) -> None:
         if not differs(theirs, ours) or "differs" in self._said:
