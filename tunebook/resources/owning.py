@@ -50,8 +50,8 @@ def owned_resource(
     key = ledger.intend(service, what, run=run, price_per_hour=price_per_hour, currency=currency)
     with watch(ledger, key, patience=patience):
         resource_id = _create(ledger, key, service, what)
-        say(f"resource {resource_id} created")
         try:
+            say(f"resource {resource_id} created")
             yield resource_id
         finally:
             with shielded():  # a second Ctrl-C waits for the stop
@@ -59,7 +59,7 @@ def owned_resource(
 
 
 def _create(ledger: Ledger, key: str, service: ResourceService, what: Mapping[str, Any]) -> str:
-    """Id of the created resource, recorded; where nothing can have been made, the entry is closed."""
+    """Id of the created resource, recorded; where there can be none, the entry is closed."""
     try:
         resource_id = service.create(what).id
     except ReplyLost as error:

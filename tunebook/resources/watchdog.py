@@ -73,6 +73,7 @@ def watch(ledger: Ledger, key: str, *, patience: Patience = PATIENCE) -> Iterato
         child = _start(ledger, key, patience, theirs)
     except BaseException:
         _let_go(ours)
+        ledger.closed(key, "not created: it could not be watched")
         raise
     finally:
         os.close(theirs)

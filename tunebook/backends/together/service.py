@@ -99,7 +99,8 @@ class TogetherService:
                 status = resources.retrieve(resource_id).status
                 if _short(status) in LIVE_STATES:
                     raise StillInUse(
-                        f"{self.base_url} does not stop {resource_id}: {_reason(error)}"
+                        f"{self.base_url} does not stop {resource_id}: {_reason(error)}. "
+                        "`tunebook resources stop --force` stops it with its sessions."
                     ) from error
             give_up_at = time.monotonic() + STOP_TIMEOUT_S
             while _short(status) in LIVE_STATES:
