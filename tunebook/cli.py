@@ -150,6 +150,52 @@ def _merge(
         print("The output head was adapted, so it is no longer tied to the input embedding.")
 
 
+@app.command("serve")
+def _serve(
+    model: Annotated[str, typer.Option(help="Folder, Hub id, or pkg:// address.")],
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model; else the same.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 = any that is free.")] = 8000,
+    home: Annotated[
+        Path | None, typer.Option(help="Folder of the server's state; goes on from what it holds.")
+    ] = None,
+    token_env: Annotated[
+        str, typer.Option(help="Variable with the token that clients must show.")
+    ] = "TUNEBOOK_SERVE_TOKEN",
+    max_sessions: Annotated[
+        int, typer.Option(help="Adapters of a resource that train at a time.")
+    ] = 5,
+    price_per_hour: Annotated[
+        float, typer.Option(help="US dollars that cost estimates name.")
+    ] = 0.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:<number> or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    micro_batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens computed at once; else as many as memory holds.")
+    ] = None,
+) -> None:
+    """Serve a model over Together's post-training protocol, trained on this machine.
+
+    Point the `together` SDK, or backend=together, at it with TOGETHER_BASE_URL. It keeps what it
+    does in its home and goes on from there when started again.
+    """
+    from tunebook.serve.command import serve
+
+    serve(
+        model=model,
+        name=name,
+        host=host,
+        port=port,
+        home=home,
+        token_env=token_env,
+        max_sessions=max_sessions,
+        price_per_hour=price_per_hour,
+        engine={"device": device, "dtype": dtype, "micro_batch_tokens": micro_batch_tokens},
+    )
+
+
 @app.command("losses")
 def _losses(as_json: AsJson = False) -> None:
     """List the losses: what each reads and takes, and the recipes it fits.
