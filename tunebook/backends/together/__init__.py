@@ -1,0 +1,1 @@
+"""Together AI's post-training service."""
