@@ -178,4 +178,4 @@ def until(condition, *, seconds=30):
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, "it did not happen in time"
-        time.sleep(0.01)
+        time.sleep(0.05)

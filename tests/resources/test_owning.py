@@ -69,6 +69,18 @@ def test_a_stop_that_fails_is_said_hides_nothing_and_is_tried_on(own, server, le
     assert "down for maintenance" in ledger.log_path.read_text()
 
 
+def test_a_ledger_that_cannot_be_written_any_more_hides_nothing(own, server, ledger):
+    with pytest.raises(ZeroDivisionError), own():
+        lock = ledger.path.with_name("ledger.jsonl.lock")
+        lock.unlink()
+        lock.mkdir()
+        raise ZeroDivisionError
+    assert server.live() == []
+    assert "could not be stopped" in own.said[-1]
+    lock.rmdir()
+    until(lambda: not ledger.open_entries())  # by the watchdog
+
+
 def test_a_refused_create_call_leaves_no_entry(own, server, ledger):
     server.refusal = (402, "no credit")
     with pytest.raises(ServiceError, match="no credit"), own():

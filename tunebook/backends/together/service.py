@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -249,8 +250,9 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_after_s(header: str | None) -> float:
-    """Seconds to wait after a refusal for its rate."""
+    """Seconds to wait after a refusal for its rate; not the same for all that were refused."""
     try:
-        return max(1.0, float(header or ""))
+        wait_s = max(1.0, float(header or ""))
     except ValueError:
-        return 5.0
+        wait_s = 5.0
+    return wait_s + random.random()
