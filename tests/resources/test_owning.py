@@ -136,18 +136,18 @@ def test_nothing_is_created_without_a_watchdog(own, server, ledger, monkeypatch)
 def test_rate_limits_are_waited_for(own, server, monkeypatch):
     slept = []
     monkeypatch.setattr("tunebook.backends.together.service.time.sleep", slept.append)
-    answer = server.answer
-    refusals = iter([(429, {"error": {"message": "slow down"}})] * 2)
-    monkeypatch.setattr(
-        server,
-        "answer",
-        lambda method, path, body: (
-            next(refusals, None) or answer(method, path, body)
-            if (method, path) == ("POST", "/v1/rl/model-resources")
-            else answer(method, path, body)
-        ),
-    )
+    server.rate_limits = [{"retry-after": "20"}, {"retry-after-ms": "250"}, {"retry-after": "soon"}]
     with own():
         pass
-    assert len(slept) == 2
-    assert server.creates() == 1
+    assert 20 <= slept[0] <= 22
+    assert 0.25 <= slept[1] <= 0.275
+    assert 1 <= slept[2] <= 10
+    assert server.creates() == 4
+    assert len(server.resources) == 1
+
+
+def test_a_rate_limit_that_lasts_ends_it(own, server, ledger):
+    server.rate_limits = [{"retry-after": "3600"}]
+    with pytest.raises(ServiceError, match="429"), own():
+        pass
+    assert ledger.open_entries() == []
