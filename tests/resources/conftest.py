@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,11 @@ def service(home, url) -> TogetherService:
 
 
 @pytest.fixture
-def owner(home, url):
-    """Starts processes that own a resource; see `tests.resources.owner`."""
+def own_process():
+    """Starts processes that own a resource at an address; see `tests.resources.owner`."""
     processes = []
 
-    def start(*options):
+    def start(url, *options):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.resources.owner", url, *options],
             stdout=subprocess.PIPE,
@@ -67,6 +68,12 @@ def owner(home, url):
     for process in processes:
         with process:
             process.kill()
+
+
+@pytest.fixture
+def owner(home, url, own_process):
+    """The same at the address of the test's own service."""
+    return partial(own_process, url)
 
 
 def heard(process, word):
