@@ -1,7 +1,8 @@
 """The queue of operations: queued by a call, run when somebody waits.
 
 Operations of all sessions stand in one queue in call order. Waiting for one runs everything queued
-before it, and joint operations together with those of their kind that nothing holds back.
+before it, and joint operations together with those of their kind that nothing holds back. Where
+several threads wait that drive a session each, their waits meet; see `tunebook.backends.gathering`.
 """
 
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from tunebook.backends.gathering import current_gathering
 from tunebook.errors import BackendError, TunebookError
 
 S = TypeVar("S")
@@ -38,7 +40,11 @@ class LocalFuture(Generic[T]):
 
     def result(self) -> T:
         """Runs what was queued up to this operation; returns its value or raises what it raised."""
-        self._queue.run_until(self)
+        gathering = current_gathering()
+        if gathering is None:
+            self._queue.run_until(self)
+        elif not self._done:
+            gathering.wait_for(self._run_among_others)
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
@@ -51,6 +57,11 @@ class LocalFuture(Generic[T]):
     def settle(self, value: T | None, error: BaseException | None) -> None:
         """Records the outcome."""
         self._value, self._error, self._done = value, error, True
+
+    def _run_among_others(self, *, all_wait: bool) -> None:
+        self._queue.run_until(self)
+        if all_wait:
+            self._queue.run_rest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +137,12 @@ class OperationQueue:
                         "this operation is being computed; a loss cannot wait for its own result "
                         "or for one that is computed together with it"
                     )
+                self._run(self._operations.popleft())
+
+    def run_rest(self) -> None:
+        """Runs what is queued, in call order, whoever waits for it or not yet."""
+        with self._lock:
+            while self._operations:
                 self._run(self._operations.popleft())
 
     @contextmanager
