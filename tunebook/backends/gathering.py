@@ -12,26 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 SHORTEST_PATIENCE_S = 0.05
 
 
-class Work(Protocol):
-    """What a member waits for."""
-
-    def __call__(self, *, all_wait: bool) -> None:
-        """Computes it, on the leader's thread.
-
-        Args:
-            all_wait: whether every member is waiting, so that nobody is about to queue more.
-        """
-        ...
-
-
 @dataclass(slots=True)
 class _Want:
-    work: Work
+    work: Callable[[], None]
+    phase: int
     over: bool = False
     error: BaseException | None = None
 
@@ -71,13 +59,18 @@ class Gathering:
         thread.start()
         return thread
 
-    def wait_for(self, work: Work) -> None:
+    def wait_for(self, work: Callable[[], None], *, phase: int = 0) -> None:
         """Returns once the leader has computed `work`; called by members.
+
+        Args:
+            work: called on the leader's thread.
+            phase: of a step. A member in a later phase waits for those in an earlier one, so that
+                all come to the same phase again and what they want can be computed together.
 
         Raises:
             KeyboardInterrupt: the gathering was interrupted.
         """
-        want = _Want(work)
+        want = _Want(work, phase)
         with self._changed:
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -89,18 +82,18 @@ class Gathering:
             raise want.error
 
     def serve(self) -> None:
-        """One round of the leader: waits until all members wait, then computes what they wait for.
+        """One round of the leader: waits until all members wait, then computes the earliest phase.
 
         Members that are busy with something else are waited for no longer than the last round took,
         so a trial that scores rewards for long costs the others half of their speed at most.
         Returns without computing when a member has ended.
         """
-        wants, all_wait = self._await_wants()
+        wants = self._await_wants()
         started = time.monotonic()
         try:
             for want in wants:
                 try:
-                    want.work(all_wait=all_wait)
+                    want.work()
                 except Exception as error:
                     want.error = error
                 want.over = True
@@ -125,7 +118,7 @@ class Gathering:
             self._wants = []
             self._changed.notify_all()
 
-    def _await_wants(self) -> tuple[list[_Want], bool]:
+    def _await_wants(self) -> list[_Want]:
         with self._changed:
             before = self._members
             first_at: float | None = None
@@ -138,10 +131,12 @@ class Gathering:
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
-            if self._members < before:
-                return [], False
-            wants, self._wants = self._wants, []
-            return wants, len(wants) == before
+            if self._members < before or not self._wants:
+                return []
+            earliest = min(want.phase for want in self._wants)
+            chosen = [want for want in self._wants if want.phase == earliest]
+            self._wants = [want for want in self._wants if want.phase != earliest]
+            return chosen
 
 
 class _Current(threading.local):

@@ -92,13 +92,15 @@ def train_trials(
                 name = f"trial-{trial.number}"
                 threads.append(gathering.start(partial(driver.run, trial), name=name))
             if not gathering.num_members:
-                return
+                break
             gathering.serve()
     except BaseException:
         gathering.interrupt()
         for thread in threads:
             thread.join(LAST_WORDS_S)
         raise
+    if driver.problems:
+        raise driver.problems[0]
 
 
 class _Driver:
@@ -120,6 +122,8 @@ class _Driver:
         self._judge = judge
         self._gathering = gathering
         self._one_call = threading.Lock()
+        self.problems: list[Exception] = []
+        """What the watch raised at the end of a trial."""
 
     def run(self, trial: Trial) -> None:
         """Trains one trial, in a thread of the gathering."""
@@ -131,8 +135,11 @@ class _Driver:
             trial.state, trial.why = TrialState.FAILED, failure_text(error)
         finally:
             trial.task = None  # its rows may be large
-            with self._one_call:
-                self._watch.ended(trial)
+            try:
+                with self._one_call:
+                    self._watch.ended(trial)
+            except Exception as error:  # nobody waits for this thread's own exceptions
+                self.problems.append(error)
 
     def _train_trial(self, trial: Trial) -> None:
         assert trial.task is not None
@@ -162,7 +169,7 @@ class _Driver:
             judge.enter(trial, report)
         found: list[str | None] = []
 
-        def decide(*, all_wait: bool) -> None:
+        def decide() -> None:
             found.append(judge.verdict(trial, report))
 
         # Trials that come here in one round are compared with each other, whoever was first.

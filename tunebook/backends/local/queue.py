@@ -15,6 +15,9 @@ from typing import Any, Generic, TypeVar, cast
 from tunebook.backends.gathering import current_gathering
 from tunebook.errors import BackendError, TunebookError
 
+PHASES: dict[str | None, int] = {"sample": 1, "forward": 2, "forward_backward": 3}
+"""Kind of operations that run together -> when in a step it comes; all else runs at once."""
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -32,8 +35,10 @@ class Lane:
 class LocalFuture(Generic[T]):
     """The result of a queued operation."""
 
-    def __init__(self, queue: "OperationQueue") -> None:
+    def __init__(self, queue: "OperationQueue", lane: Lane, kind: str | None) -> None:
         self._queue = queue
+        self._lane = lane
+        self._kind = kind
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -44,7 +49,7 @@ class LocalFuture(Generic[T]):
         if gathering is None:
             self._queue.run_until(self)
         elif not self._done:
-            gathering.wait_for(self._run_among_others)
+            gathering.wait_for(self._run_lane, phase=PHASES.get(self._kind, 0))
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
@@ -58,10 +63,9 @@ class LocalFuture(Generic[T]):
         """Records the outcome."""
         self._value, self._error, self._done = value, error, True
 
-    def _run_among_others(self, *, all_wait: bool) -> None:
-        self._queue.run_until(self)
-        if all_wait:
-            self._queue.run_rest()
+    def _run_lane(self) -> None:
+        # Whoever drives the session waits, so all that it wants before it goes on is queued.
+        self._queue.run_lane(self._lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,8 @@ class OperationQueue:
         """
         if lane.closed:
             raise BackendError(f"session {lane.name!r} is closed, it takes no {name}")
-        future: LocalFuture[T] = LocalFuture(self)
+        kind = run.kind if isinstance(run, Joint) else None
+        future: LocalFuture[T] = LocalFuture(self, lane, kind)
         with self._lock:
             self._operations.append(_Operation(lane, name, run, future, poisons))
         return future
@@ -139,11 +144,17 @@ class OperationQueue:
                     )
                 self._run(self._operations.popleft())
 
-    def run_rest(self) -> None:
-        """Runs what is queued, in call order, whoever waits for it or not yet."""
+    def run_lane(self, lane: Lane) -> None:
+        """Runs all that a session has queued, and what of others can run together with it."""
         with self._lock:
-            while self._operations:
-                self._run(self._operations.popleft())
+            while True:
+                own = (n for n, each in enumerate(self._operations) if each.lane is lane)
+                place = next(own, None)
+                if place is None:
+                    return
+                operation = self._operations[place]
+                del self._operations[place]
+                self._run(operation)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
