@@ -202,6 +202,7 @@ def prepare(config: GRPOConfig) -> Task:
         downgrades=downgrades,
     )
     summary["trainable_parameters"] = can.trainable_parameters
+    summary["sessions"] = num_sessions
     summary["notes"] = [
         *summary["notes"],
         "a measured estimate is of training alone, with completions as long as they may be; "

@@ -50,6 +50,7 @@ app.add_typer(resources_app, name="resources")
 Root = Annotated[Path, typer.Option("--root", help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ONE_RUN = "Run directory, number (12 or #12) or id."
+SWEEP_OR_RUNS = "Folder of a sweep; or runs, each by its directory, number (12 or #12) or id."
 OneRun = Annotated[str, typer.Argument(metavar="RUN", help=ONE_RUN)]
 
 
@@ -290,15 +291,24 @@ def _show(run: OneRun, root: Root = Path("runs"), as_json: AsJson = False) -> No
 
 @runs_app.command("compare")
 def _compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=ONE_RUN)],
+    runs: Annotated[list[str], typer.Argument(metavar="SWEEP | RUN RUN...", help=SWEEP_OR_RUNS)],
     root: Root = Path("runs"),
     as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, of a sweep.")] = False,
 ) -> None:
-    """Put runs side by side: where their configs differ, and what came out."""
+    """Put runs side by side: where their configs differ, and what came out.
+
+    A sweep is one table with a line for each of its runs, the best first.
+    """
     from tunebook.runs.listing import compare_runs, find_run
 
-    if len(runs) < 2:
-        raise ConfigError("runs compare: name two runs or more.")
+    if len(runs) == 1:
+        from tunebook.sweeps.compare import find_sweep, print_sweep
+
+        print_sweep(find_sweep(root, runs[0]), as_json=as_json, as_csv=as_csv)
+        return
+    if as_csv:
+        raise ConfigError("runs compare --csv: name one sweep; runs that are named are for --json")
     comparison = compare_runs([find_run(root, run) for run in runs])
     if as_json:
         _print_json(

@@ -342,6 +342,28 @@ class SamplesConfig:
 
 
 @dataclass
+class HalvingConfig:
+    """Which trials of a sweep go on; see `tunebook.sweeps.halving`."""
+
+    rungs: list[int] = field(default_factory=list)
+    """Steps after whose evaluation trials are compared; none = all train to their end."""
+    keep: float = 0.5
+    """Share of the trials that came to a rung that goes on from it."""
+
+
+@dataclass
+class SweepConfig:
+    """How the runs of `--multirun` train together; `sweep=<file>` says which runs there are."""
+
+    max_at_once: int | None = None
+    """Runs trained at the same time; null = as many as the backend and the memory hold."""
+    resume: str | None = None
+    """Folder of a sweep to go on with: only what is missing or failed is trained."""
+    halving: HalvingConfig = field(default_factory=HalvingConfig)
+    """Stop the worst runs early."""
+
+
+@dataclass
 class RecipeConfig:
     """The keys every recipe shares."""
 
@@ -377,6 +399,7 @@ class RecipeConfig:
     """Stop after preparing, having printed and written the plan."""
     strict: bool = MISSING
     """Refuse to run where a setting would have to be downgraded."""
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tunebook.backends.base import Backend
-from tunebook.compose import compose, escaped, hydra_main
+from tunebook.compose import Sweeping, compose, escaped, hydra_main
 from tunebook.config import RecipeConfig
 from tunebook.display import (
     StepProgress,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from tunebook.evaluate import Monitor
     from tunebook.render import RenderedRows
 
 
@@ -61,6 +62,8 @@ class RecipeTask(Protocol):
     def train_data(self) -> RenderedRows: ...
     @property
     def eval_data(self) -> RenderedRows | None: ...
+    @property
+    def monitor(self) -> Monitor | None: ...
     @property
     def summary(self) -> dict[str, Any]: ...
     @property
@@ -100,10 +103,24 @@ def run_recipe(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] 
     try:
         with terminable():
             return hydra_main(
-                recipe, lambda config: execute(recipe, config, prepare, train), arguments
+                recipe,
+                lambda config: execute(recipe, config, prepare, train),
+                arguments,
+                sweep=sweep_of(recipe, prepare, train, arguments),
             )
     except (Exception, KeyboardInterrupt) as error:
         return report_error(error, debug=debug)
+
+
+def sweep_of(
+    recipe: str, prepare: Prepare, train: Train, arguments: Sequence[str]
+) -> Sweeping | None:
+    """What trains the runs of `--multirun` together; None = there is one run."""
+    if not {"--multirun", "-m"} & set(arguments):
+        return None
+    from tunebook.sweeps.sweep import Sweep
+
+    return Sweep(recipe, prepare, train)
 
 
 def execute(recipe: str, config: RecipeConfig, prepare: Prepare, train: Train) -> int:
