@@ -38,8 +38,9 @@ CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
     "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
-    "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens", "backend.recompute",
-    "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
+    "limits", "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens",
+    "backend.recompute", "backend.generator_memory", "health", "reward.timeout_s",
+    "reward.max_concurrency",
 )  # fmt: skip
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")

@@ -150,6 +150,7 @@ def rows_for(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
     if config.resume is None:
         return prepare_rows(config, kind=kind)
     run = RunDir.open(config.resume)
+    run.require_prepared()
     return rows_of_run(run.data_dir, split=run.read_split())
 
 
