@@ -213,7 +213,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
         promoted = book.promoted()
         with closing(open_checkpoint(config, backend, run, promoted.ref)) as session:
             book.promote(session, promoted)
-            if stop_reason is not StopReason.CANCELLED:
+            if task.prompts and stop_reason is not StopReason.CANCELLED:
                 with run.phase("post_processing_s"):
                     sample(task, session, run, promoted.step)
         run.finish(stop_reason, steps=step)

@@ -5,6 +5,7 @@ A recipe hands over its `prepare` and `train`; nothing here knows an algorithm.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -39,11 +40,13 @@ from tunebook.runs import (
     Started,
     newest_checkpoint,
     only_writer,
+    redact_config,
     redacted_output,
     start,
     terminable,
 )
 from tunebook.runs.attempts import leased_seconds
+from tunebook.runs.listing import flattened
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -135,6 +138,7 @@ def detach(recipe: str, config: RecipeConfig, prepare: Prepare, train: Train) ->
     """Prepares one config and has it trained by a process in the background; returns 0."""
     if config.dry_run:
         return execute(recipe, config, prepare, train)
+    refuse_secrets(config)
     task, preparing_s = prepared(config, prepare)
     with closing(build_backend(config)) as backend:
         admit(task, backend)
@@ -153,6 +157,22 @@ def check_detachable(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{DETACH} starts one run, and --multirun makes several; leave one out")
     if num_processes() > 1:
         raise ConfigError(f"{DETACH} starts one process, and torchrun has started several")
+
+
+def refuse_secrets(config: RecipeConfig) -> None:
+    """Returns if another process can read the whole config from the run directory.
+
+    Raises:
+        ConfigError: it holds a secret, which is not written; names the keys.
+    """
+    plain = flattened(escaped(config))
+    kept = flattened(redact_config(escaped(config), os.environ))
+    hidden = [key for key in plain if plain[key] != kept.get(key)]
+    if hidden:
+        raise ConfigError(
+            f"{', '.join(hidden)}: holds a secret, which no file of the run keeps, so a process in "
+            f"the background would not have it. Take it from the environment, or leave out {DETACH}"
+        )
 
 
 def detached_text(started: Started) -> str:

@@ -18,10 +18,7 @@ from tunebook.runs.checkpoints import newest_checkpoint
 from tunebook.runs.directory import RunDir, only_writer
 from tunebook.runs.files import append_text
 from tunebook.runs.record import Attempt, AttemptState, RunState
-from tunebook.runs.status import observed
-
-OUTPUT_FILE = "output.txt"
-"""What a process in the background prints, redacted."""
+from tunebook.runs.status import OUTPUT_FILE, observed
 
 
 class NoCheckpointError(RunError):

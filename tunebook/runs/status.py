@@ -13,6 +13,8 @@ from tunebook.runs.record import ENDED_STATES, AttemptState, Failure, RunRecord,
 
 INTERRUPTED = "interrupted"
 """Shown for a run whose process is gone without having said how it ended."""
+OUTPUT_FILE = "output.txt"
+"""What a process in the background prints, redacted."""
 PROCESS_LOST = "process_lost"
 """Failure code of such a run."""
 
@@ -92,11 +94,13 @@ def observed(run: RunDir) -> RunRecord:
     latest = RunDir.open(run.path).record
     if latest != record:  # it ended, or went on, between the two looks
         return observed(RunDir(run.path, latest))
+    has_output = (run.path / OUTPUT_FILE).is_file()
+    printed = f"; what it printed is in {OUTPUT_FILE}" if has_output else ""
     failure = Failure(
         PROCESS_LOST,
         "system",
         f"the process of attempt {attempt.number} ({attempt.pid} on {attempt.host}) is gone "
-        "without having said how it ended",
+        f"without having said how it ended{printed}",
     )
     record = record.with_attempt(settled(attempt))
     return replace(record, state=RunState.FAILED, failure=failure)
