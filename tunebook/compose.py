@@ -139,7 +139,7 @@ def open_free_sections(lines: Sequence[str]) -> list[str]:
 
 RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
-    "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict", "sweep",
+    "early_stopping", "checkpoints", "limits", "tracker", "samples", "dry_run", "strict", "sweep",
     "backend.device", "backend.micro_batch_tokens", "backend.recompute",
     "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
     "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
