@@ -137,14 +137,20 @@ RESUMABLE = (
     "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict",
     "backend.device", "backend.micro_batch_tokens", "backend.recompute",
     "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
+    "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
+    "backend.generator_replicas", "backend.inactive_timeout", "backend.ready_timeout",
+    "backend.keep_alive", "backend.stall_timeout", "backend.retry_budget", "backend.recover",
+    "backend.max_cost", "backend.tokens_per_second",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 
 
 def run_path(text: str, runs_dir: str) -> str:
-    """The absolute path that a path, a run's number or its id names."""
+    """The absolute path that a path, a run's number or its id names; an address stays as it is."""
     from tunebook.runs import find_run
 
+    if "://" in text:
+        return text  # the id of something that a service keeps
     path = os.path.abspath(os.path.expanduser(text))
     if os.path.exists(path):
         return path

@@ -12,6 +12,7 @@ from tunebook.config import EarlyStoppingConfig, RecipeConfig
 from tunebook.display import tunebook_command
 from tunebook.errors import ConfigError, NonFiniteError
 from tunebook.evaluate import Monitor
+from tunebook.notices import remembering
 from tunebook.plan import Plan
 from tunebook.runs import (
     Checkpoint,
@@ -79,10 +80,13 @@ class CheckpointBook:
     @contextmanager
     def attempt(self, *, planned_steps: int, downgrades: Sequence[str]) -> Iterator[None]:
         """One attempt of the run; what an earlier one did past its last checkpoint is set aside."""
-        with self.run.attempt(
-            planned_steps=planned_steps,
-            downgrades=downgrades,
-            resumed_from_step=self.resumed_step,
+        with (
+            self.run.attempt(
+                planned_steps=planned_steps,
+                downgrades=downgrades,
+                resumed_from_step=self.resumed_step,
+            ),
+            remembering(self.run),
         ):
             if self.run.metrics():
                 self.run.rewind(self.resumed_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,13 @@ from tunebook.models import model_fingerprint
 from tunebook.serve import resources
 from tunebook.serve.answers import error_answer
 from tunebook.serve.downloads import Downloads
-from tunebook.serve.errors import ApiError
+from tunebook.serve.errors import ApiError, log_failure
 from tunebook.serve.operations import Limits
 from tunebook.serve.payloads import Payloads
 from tunebook.serve.routes import Routes
 from tunebook.serve.state import Settings, State
 from tunebook.serve.store import Store
-from tunebook.serve.worker import Worker, log_failure
+from tunebook.serve.worker import Worker
 
 TICK_S = 0.25
 
@@ -87,7 +87,11 @@ class Server:
         self._payloads = Payloads(home, self._store)
         self._payloads.clean_up()
         self.state = State(settings, self._store, *_shape_of(engine))
-        self._worker = Worker(self.state, self._payloads, engine.new_backend)
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when the server cannot go on."""
+        self._worker = Worker(
+            self.state, self._payloads, engine.new_backend, lambda: self.on_failure()
+        )
         downloads = Downloads(
             self.state,
             self._payloads,
@@ -101,8 +105,13 @@ class Server:
         self.app = Starlette(
             routes=Routes(self.state, self._payloads, downloads).all(),
             lifespan=self._lifespan,
-            exception_handlers={HTTPException: _http_error, Exception: _server_error},
+            exception_handlers={HTTPException: _http_error},
         )
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a fault of its own."""
+        return self._worker.failed
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -160,11 +169,4 @@ def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return error_answer(
         ApiError(error.status_code, error.detail, code="not_found", headers=error.headers)
-    )
-
-
-def _server_error(request: Request, error: Exception) -> Response:
-    log_failure(f"{request.method} {request.url.path} failed", error)
-    return error_answer(
-        ApiError(500, "the server failed at this; its log has the cause", code="internal_error")
     )

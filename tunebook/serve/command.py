@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import ConfigError
+from tunebook.errors import BackendError, ConfigError
 from tunebook.models import tunebook_home
 
 if TYPE_CHECKING:
@@ -124,6 +124,9 @@ def run(server: Server, bound: socket.socket, host: str) -> None:
         def handle_exit(self, sig: int, frame: Any) -> None:
             # Not uvicorn's own: it would raise the signal again, and end in another code than 0.
             del sig, frame
+            self.end()
+
+        def end(self) -> None:
             server.state.waiters.end()
             self.should_exit = True
 
@@ -136,4 +139,8 @@ def run(server: Server, bound: socket.socket, host: str) -> None:
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=DRAIN_S,
     )
-    Listener(config).run(sockets=[bound])
+    listener = Listener(config)
+    server.on_failure = listener.end
+    listener.run(sockets=[bound])
+    if server.failed:
+        raise BackendError("the server failed; what it wrote above has the cause")

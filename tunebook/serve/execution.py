@@ -273,7 +273,11 @@ def failure_of(error: Exception) -> OperationError:
     if isinstance(error, OperationError):
         return error
     if isinstance(error, NonFiniteError):
-        return OperationError("NON_FINITE_LOSS", str(error))
+        return OperationError(
+            "NON_FINITE_LOSS",
+            "a loss, gradient, weight or logit is NaN or infinite; nothing of this operation was "
+            "applied. Look at its samples, or go on from a checkpoint with a lower learning rate",
+        )
     causes = [error, error.__cause__]
     text = " ".join(str(one) for one in causes)
     if any(isinstance(one, MemoryError | torch.OutOfMemoryError) for one in causes) or (

@@ -25,7 +25,7 @@ from tunebook.serve.answers import (
     statuses,
 )
 from tunebook.serve.downloads import Downloads
-from tunebook.serve.errors import ApiError, invalid, not_found
+from tunebook.serve.errors import ApiError, invalid, log_failure, not_found
 from tunebook.serve.operations import READERS
 from tunebook.serve.payloads import Payloads
 from tunebook.serve.records import (
@@ -229,14 +229,14 @@ class Routes:
         session_id, kind = request.path_params["session_id"], _kind_of(request)
         identity, state = request.path_params["id"], self._state
 
-        def find() -> tuple[Operation, bytes | None]:
-            found = state.store.operation(session_id, identity)
-            if found is None or found[0].kind != kind:
-                raise not_found(f"{kind} operation", identity)
-            return found
-
-        await state.waiters.until(identity, lambda: find()[0].ended, timeout=self._settings.poll_s)
-        return Json(_operation_wire(*find()))
+        await state.waiters.until(
+            identity, lambda: identity not in state.operations, timeout=self._settings.poll_s
+        )
+        live = state.operations.get(identity)
+        found = (live, None) if live is not None else state.store.operation(session_id, identity)
+        if found is None or found[0].kind != kind or found[0].session_id != session_id:
+            raise not_found(f"{kind} operation", identity)
+        return Json(_operation_wire(*found))
 
     # Payloads.
 
@@ -342,6 +342,11 @@ def _answered(endpoint: Endpoint) -> Endpoint:
             return await endpoint(request)
         except ApiError as error:
             return error_answer(error)
+        except Exception as error:
+            log_failure(f"{request.method} {request.url.path[:200]!r} failed", error)
+            return error_answer(
+                ApiError(500, "the server failed; its log has the cause", code="internal_error")
+            )
 
     return answered
 

@@ -298,6 +298,7 @@ def submit(
             )
         operation = Operation(new_id("op"), session_id, 0, kind, OperationStatus.PENDING)
         state.store.add_operation(operation, key=key, digest=digest, body=body, payload=payload)
+        state.operations[operation.id] = operation
         lane.queue.append(Queued(operation, request))
         state.touch(session.resources_id)
         state.work.notify_all()

@@ -84,10 +84,10 @@ class Waiters:
         self._loop = loop
 
     def end(self) -> None:
-        """Lets everybody go, now and later."""
+        """Lets everybody go, now and later; may be called from any thread."""
         self._ending = True
         for key in list(self._events):
-            self._wake(key)
+            self.notify(key)
 
     def notify(self, key: str) -> None:
         """Says that what `key` names has changed."""
@@ -146,6 +146,8 @@ class State:
         """Those that have not ended, oldest first."""
         self.lanes: dict[str, Lane] = {}
         """Of sessions that hold something in the engine."""
+        self.operations: dict[str, Operation] = {}
+        """Those that have not ended."""
         live = [r for r in store.all(Resource) if r.status not in ENDED_RESOURCE]
         for resource in reversed(live):
             resource.last_activity = max(resource.last_activity, settings.now())

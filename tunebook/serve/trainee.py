@@ -70,6 +70,8 @@ class Trainee:
         self._generator: LocalGenerator | None = None
         self.last_seq = 0
         """Number of the last operation that is in the weights."""
+        self.has_new_snapshot = False
+        """Whether older snapshots are still to be discarded."""
         self._has_gradient = False
         self._work_s = 0.0
         self._snapshot_s = 0.0
@@ -220,6 +222,7 @@ class Trainee:
         self.session.save(name).result()
         origin = Origin(str((self.directory / name).relative_to(self.home)))
         self.record.saved = Saved(origin, replace(self.record.progress, seq=seq))
+        self.has_new_snapshot = True
         self._snapshot_s = time.monotonic() - began
         self._work_s = 0.0
 
@@ -231,6 +234,7 @@ class Trainee:
         for folder in self.directory.glob(f"{SNAPSHOT}*"):
             if str(folder.relative_to(self.home)) not in named:
                 self.session.discard(CheckpointRef(folder.name, str(folder), True))
+        self.has_new_snapshot = False
 
 
 def _local(generator: Any) -> LocalGenerator:

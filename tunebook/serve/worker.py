@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tunebook.backends.local.backend import LocalBackend
 from tunebook.errors import TunebookError
+from tunebook.serve.errors import ApiError, log_failure
 from tunebook.serve.execution import OperationError, Result, begin, failure_of, joint_kind
 from tunebook.serve.operations import Request
 from tunebook.serve.payloads import Payloads
@@ -47,7 +46,11 @@ class Worker:
     """Runs the operations of all sessions, those of a session in the order of their submission."""
 
     def __init__(
-        self, state: State, payloads: Payloads, make_backend: Callable[[], LocalBackend]
+        self,
+        state: State,
+        payloads: Payloads,
+        make_backend: Callable[[], LocalBackend],
+        on_failure: Callable[[], None],
     ) -> None:
         """Takes the server's state and what computes.
 
@@ -55,10 +58,13 @@ class Worker:
             state: of the server; the worker is the only one that runs operations.
             payloads: takes large results.
             make_backend: a backend over the server's model, nothing loaded yet.
+            on_failure: called when the worker ends by a fault of its own.
         """
+        self.failed = False
         self._state = state
         self._payloads = payloads
         self._make_backend = make_backend
+        self._on_failure = on_failure
         self._adapters = make_backend()
         self._full: dict[str, LocalBackend] = {}
         """Backends that train full weights, by resource."""
@@ -77,6 +83,7 @@ class Worker:
                     lane.ending = SessionStatus.STOPPED
                 for operation in state.store.unended_operations(session.id):
                     lane.queue.append(Queued(operation, None))
+                    state.operations[operation.id] = operation
                 state.lanes[session.id] = lane
             for resource in list(state.resources):
                 settle_stopped(state, resource)
@@ -104,7 +111,14 @@ class Worker:
                 if self._stopping:
                     break
             assert task is not None
-            task()
+            try:
+                task()
+            except Exception as error:
+                # What is on disk is whole: a server that starts again goes on from it.
+                log_failure("the worker failed, so the server ends", error)
+                self.failed = True
+                self._on_failure()
+                return
         for session_id, trainee in self._trainees.items():
             lane = self._state.lanes[session_id]
             if trainee.wants_snapshot(at_end=True):
@@ -160,15 +174,22 @@ class Worker:
             yield Replayed(operation.seq, self._request(Queued(operation, None)))
 
     def _request(self, queued: Queued) -> Request:
-        if queued.request is not None:
-            return queued.request
-        body, payload = self._state.store.body(queued.operation.seq)
-        return parse(self._state, queued.operation.kind, body, payload)
+        if queued.request is None:
+            body, payload = self._state.store.body(queued.operation.seq)
+            queued.request = parse(self._state, queued.operation.kind, body, payload)
+        return queued.request
+
+    def _kind(self, queued: Queued) -> str | None:
+        """What an operation can run together with; one that cannot be read fails by itself."""
+        try:
+            return joint_kind(self._request(queued))
+        except ApiError:
+            return None
 
     def _run_operations(self, waiting: list[Lane]) -> None:
         """Runs the oldest operation, and with it what other sessions have of its kind."""
         first = min(waiting, key=lambda lane: lane.queue[0].operation.seq)
-        kind = joint_kind(self._request(first.queue[0]))
+        kind = self._kind(first.queue[0])
         chosen: list[tuple[Lane, Queued]] = []
         with self._state.lock:
             for lane in waiting if kind is not None else [first]:
@@ -176,7 +197,7 @@ class Worker:
                     if not lane.queue:
                         break
                     head = lane.queue[0]
-                    if kind is not None and joint_kind(self._request(head)) != kind:
+                    if kind is not None and self._kind(head) != kind:
                         break
                     chosen.append((lane, lane.queue.popleft()))
                     lane.num_running += 1
@@ -198,8 +219,7 @@ class Worker:
         seconds = (time.monotonic() - began) / max(1, len(started))
         for lane in {one.lane.session.id: one.lane for one in started}.values():
             if lane.session.id in broken:
-                self._trainees.pop(lane.session.id).close()
-                self._open(lane)
+                self._reopen(lane)
             else:
                 self._save_if_due(lane, seconds)
 
@@ -238,8 +258,13 @@ class Worker:
             state.store.put(session)
             one.lane.num_running -= 1
             one.trainee.last_seq = operation.seq
+        self._ended(operation)
         state.touch(session.resources_id)
-        state.waiters.notify(operation.id)
+
+    def _ended(self, operation: Operation) -> None:
+        """Says that an operation has ended, once that is written."""
+        self._state.operations.pop(operation.id, None)
+        self._state.waiters.notify(operation.id)
 
     def _moved_out(self, session_id: str, result: Result) -> bytes:
         """The output with its large member in a payload."""
@@ -255,35 +280,38 @@ class Worker:
         if failure.code == "INTERNAL_ERROR":
             log_failure(f"operation {operation.id} ({operation.kind}) failed", error)
         with state.lock, state.store.transaction():
-            self._end_failed(operation, failure)
+            self._write_failure(operation, failure)
             state.store.put(lane.session)
             lane.num_running -= 1
+        self._ended(operation)
         state.touch(lane.session.resources_id)
 
-    def _end_failed(self, operation: Operation, failure: OperationError) -> None:
+    def _write_failure(self, operation: Operation, failure: OperationError) -> None:
         operation.status = OperationStatus.FAILED
         operation.error = {
             "code": f"TRAINING_OPERATION_ERROR_CODE_{failure.code}",
             "message": failure.message,
         }
         self._state.store.end_operation(operation, output=None)
-        self._state.waiters.notify(operation.id)
 
     def _save_if_due(self, lane: Lane, seconds: float) -> None:
         trainee = self._trainees[lane.session.id]
         trainee.worked(seconds)
-        if trainee.wants_snapshot():
-            self._save(lane, trainee)
+        if trainee.wants_snapshot() and not self._save(lane, trainee):
+            self._reopen(lane)
+        elif trainee.has_new_snapshot:
+            self._written(lane, trainee)
 
-    def _save(self, lane: Lane, trainee: Trainee) -> None:
-        """Saves a session, so that what it has done is not done again after a crash."""
+    def _save(self, lane: Lane, trainee: Trainee) -> bool:
+        """Saves a session, so that what it has done is not done again; whether it worked."""
         try:
             trainee.save_snapshot(trainee.last_seq)
         except TunebookError as error:
             # Nothing is lost yet: what was saved before, and the journal since, are still there.
             log_failure(f"session {lane.session.id} could not be saved", error)
-            return
+            return False
         self._written(lane, trainee)
+        return True
 
     def _written(self, lane: Lane, trainee: Trainee) -> None:
         state, session = self._state, lane.session
@@ -291,6 +319,11 @@ class Worker:
             state.store.put(session)
             state.store.forget_bodies(session.id, up_to=session.saved.progress.seq)
         trainee.discard_old_snapshots()
+
+    def _reopen(self, lane: Lane) -> None:
+        """Makes a session whole after a failure in the engine."""
+        self._trainees.pop(lane.session.id).close()
+        self._open(lane)
 
     def _end(self, lane: Lane) -> None:
         """Ends a session; operations of it that wait fail."""
@@ -301,13 +334,16 @@ class Worker:
         with state.lock, state.store.transaction():
             assert lane.ending is not None
             session.status = lane.ending
-            while lane.queue:
-                operation = lane.queue.popleft().operation
-                message = f"the session ended before this ran (status: {session.status})"
-                self._end_failed(operation, OperationError("SESSION_NOT_ACTIVE", message))
+            message = f"the session ended before this ran (status: {session.status})"
+            unrun = [queued.operation for queued in lane.queue]
+            for operation in unrun:
+                self._write_failure(operation, OperationError("SESSION_NOT_ACTIVE", message))
+            lane.queue.clear()
             del state.lanes[session.id]
             state.store.forget_bodies(session.id, up_to=2**62)
             state.save(session)
+        for operation in unrun:
+            self._ended(operation)
         for folder in (state.settings.home / "sessions" / session.id).glob(f"{SNAPSHOT}*"):
             shutil.rmtree(folder)
         if session.lora is None and session.resources_id in self._full:
@@ -320,9 +356,3 @@ class Worker:
             lane.session.error = Problem("SESSION_FAILED", message, self._state.settings.now())
             lane.ending = SessionStatus.ERROR
             self._end(lane)
-
-
-def log_failure(what: str, error: BaseException) -> None:
-    """Writes a failure that a client is not told the cause of to standard error."""
-    print(f"tunebook serve: {what}:", file=sys.stderr)
-    traceback.print_exception(error, file=sys.stderr)
