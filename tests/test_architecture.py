@@ -58,9 +58,9 @@ def test_the_library_never_imports_a_recipe():
         assert not any(starts_with(name, {"recipes", "configs"}) for name in imports(path)), path
 
 
-def test_only_backends_import_losses():
+def test_only_backends_and_the_server_import_losses():
     for path in python_files("tunebook"):
-        if "backends" not in path.parts:
+        if not {"backends", "serve"} & set(path.parts):
             assert not any(starts_with(name, {"loss_fns"}) for name in imports(path)), path
 
 
@@ -75,6 +75,15 @@ def test_backends_know_nothing_of_data_and_rollouts():
         assert not any(starts_with(name, forbidden) for name in imports(path)), path
 
 
+def test_only_its_command_imports_the_server():
+    for path in python_files("tunebook"):
+        if "serve" not in path.parts:
+            ours = {name for name in imports(path) if starts_with(name, {"tunebook.serve"})}
+            assert ours <= {"tunebook.serve.command", "tunebook.serve.command.serve"}, path
+            top = imports(path, top_level_only=True)
+            assert not any(starts_with(name, {"tunebook.serve"}) for name in top), path
+
+
 def test_only_build_calls_instantiate():
     for folder in ("tunebook", "recipes"):
         for path in python_files(folder):
@@ -86,7 +95,9 @@ def test_heavy_packages_are_imported_where_they_are_used():
     """`--help` and `--cfg job` answer at once."""
     for folder in ("tunebook", "recipes"):
         for path in python_files(folder):
-            if "local" not in path.parts:
+            # What the command of the server loads, only it loads.
+            behind_command = "serve" in path.parts and path.name != "command.py"
+            if "local" not in path.parts and not behind_command:
                 heavy = {
                     name for name in imports(path, top_level_only=True) if starts_with(name, LAZY)
                 }

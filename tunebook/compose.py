@@ -60,7 +60,9 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
         raise explain_composition_error(error, recipe) from error
     for key, value in values.items():
         free = (
-            key in ("loss", "tracker", "environment") or FREE_SECTION.match(f"{key}=") is not None
+            key in ("loss", "tracker", "environment")
+            or FREE_SECTION.match(f"{key}=") is not None
+            or ("resume" in values and key.startswith("backend."))
         )
         _update(config, key, value, recipe, add=free)
     resume = config.get("resume")
@@ -133,23 +135,38 @@ FREE_SECTION = re.compile(
 
 
 def open_free_sections(lines: Sequence[str]) -> list[str]:
-    """Override lines with `++` put before keys that need not exist, so nobody has to know it."""
-    return [f"++{line}" if FREE_SECTION.match(line) else line for line in lines]
+    """Override lines with `++` put before keys that need not exist, so nobody has to know it.
+
+    Of a run that goes on those of the backend are among them: it has its own, whatever the default.
+    """
+    resumes = any(line.startswith("resume=") for line in lines)
+    return [
+        f"++{line}"
+        if FREE_SECTION.match(line) or (resumes and line.startswith("backend."))
+        else line
+        for line in lines
+    ]
 
 
 RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
-    "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict", "sweep",
+    "early_stopping", "checkpoints", "limits", "tracker", "samples", "dry_run", "strict", "sweep",
     "backend.device", "backend.micro_batch_tokens", "backend.recompute",
     "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
+    "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
+    "backend.generator_replicas", "backend.inactive_timeout", "backend.ready_timeout",
+    "backend.keep_alive", "backend.stall_timeout", "backend.retry_budget", "backend.recover",
+    "backend.max_cost", "backend.tokens_per_second",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 
 
 def run_path(text: str, runs_dir: str) -> str:
-    """The absolute path that a path, a run's number or its id names."""
+    """The absolute path that a path, a run's number or its id names; an address stays as it is."""
     from tunebook.runs import find_run
 
+    if "://" in text:
+        return text  # the id of something that a service keeps
     path = os.path.abspath(os.path.expanduser(text))
     if os.path.exists(path):
         return path

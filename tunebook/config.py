@@ -262,6 +262,18 @@ class CheckpointsConfig:
 
 
 @dataclass
+class LimitsConfig:
+    """What a run may take; one that is projected to take more does not start."""
+
+    max_seconds: float | None = None
+    """Seconds of the backend's estimate for the steps to make; null = any."""
+    max_cost: float | None = None
+    """US dollars of that estimate; null = any."""
+    min_free_bytes: int = MISSING
+    """Bytes that stay free in `runs_dir` beside the checkpoints and the model."""
+
+
+@dataclass
 class OptimizerConfig:
     """One optimizer step. Every value is sent at every step."""
 
@@ -386,6 +398,7 @@ class RecipeConfig:
     eval: EvalConfig = MISSING
     early_stopping: EarlyStoppingConfig = MISSING
     checkpoints: CheckpointsConfig = MISSING
+    limits: LimitsConfig = MISSING
     optimizer: OptimizerConfig = MISSING
     schedule: ScheduleConfig = MISSING
     lora: LoraSettings | None = MISSING

@@ -177,6 +177,7 @@ def rows_for(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
             shared[key] = prepare_rows(config, kind=kind)
         return shared[key]
     run = RunDir.open(config.resume)
+    run.require_prepared()
     return rows_of_run(run.data_dir, split=run.read_split())
 
 

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.backends.base import Future
 from tunebook.backends.local.base_model import BaseModel, parameters_of_forward
-from tunebook.backends.local.completions import Row, draw_tokens, make_rows
+from tunebook.backends.local.completions import Row, draw_tokens, make_rows, room_for
 from tunebook.backends.local.engine.batching import Batch, Request, serve
 from tunebook.backends.local.engine.engine import Engine
 from tunebook.backends.local.execution import micro_batches
+from tunebook.backends.local.logprobs import CHUNK_LOGITS
 from tunebook.backends.local.queue import Joint, Lane, OperationQueue
 from tunebook.backends.local.weights import AdapterWeights, TrainedWeights
 from tunebook.errors import BackendError, StaleGenerator
@@ -39,6 +40,17 @@ class Piece:
     """May be empty where a character takes several tokens."""
     completion: Completion | None
     """The whole answer, with the last piece; None with the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What a model thinks of the tokens of a prompt; the first has nothing before it."""
+
+    logprobs: list[float]
+    """One a token; 0 for the first."""
+    top_ids: list[list[int]]
+    """The most probable tokens at every place, the best first; none at the first place."""
+    top_logprobs: list[list[float]]
 
 
 class LocalGenerator:
@@ -119,6 +131,24 @@ class LocalGenerator:
             completion = row.completion(self.version) if row.finished else None
             yield Piece(fresh, whole[len(text) :], completion)
             text = whole
+
+    def score(self, prompts: Sequence[Sequence[int]], top_k: int) -> Future[list[PromptScores]]:
+        """Log-probs of the tokens of prompts, by the weights of this publish.
+
+        Args:
+            prompts: token ids.
+            top_k: most probable tokens to name at every place; 0 = none.
+        """
+        prompts = [list(prompt) for prompt in prompts]
+        return self._queue.submit(
+            self._lane, "score", lambda: self._score(prompts, top_k), poisons=False
+        )
+
+    def _score(self, prompts: list[list[int]], top_k: int) -> list[PromptScores]:
+        for index, prompt in enumerate(prompts):
+            room_for(self._base, prompt, index=index, max_seq_len=None)
+        with torch.no_grad(), self._applied():
+            return [prompt_scores(self._base, prompt, top_k=top_k) for prompt in prompts]
 
     def _begin_stream(
         self, prompt: list[int], params: SamplingParams
@@ -216,6 +246,39 @@ def complete(
         input_ids_BT = torch.tensor([row.tokens[-1:] for row in rows], device=base.device)
         mask_BT = torch.cat([mask_BT, torch.ones_like(mask_BT[:, :1])], dim=1)
         positions_BT = positions_BT[:, -1:] + 1
+
+
+def prompt_scores(base: BaseModel, prompt: Sequence[int], *, top_k: int) -> PromptScores:
+    """The scores of one prompt.
+
+    Args:
+        base: the model, with whatever adapter is applied to it.
+        prompt: token ids.
+        top_k: most probable tokens to name at every place.
+    """
+    scores = PromptScores([0.0], [[]], [[]])
+    if len(prompt) == 1:
+        return scores
+    tokens = torch.tensor(prompt, device=base.device)
+    inputs = {"input_ids": tokens[None, :-1], "use_cache": False}
+    with base.computing():
+        rule = base.logits_rule
+        if rule is None:
+            places = base.model(**inputs).logits[0]
+        else:
+            places = base.body(**inputs).last_hidden_state[0]
+    num_places = max(1, CHUNK_LOGITS // base.vocab_size)
+    for part, targets_C in zip(places.split(num_places), tokens[1:].split(num_places), strict=True):
+        logits_CV = part
+        if rule is not None:
+            with base.computing():
+                logits_CV = rule(base.head(part).float())
+        logprobs_CV = logits_CV.float().log_softmax(dim=1)
+        scores.logprobs.extend(logprobs_CV.gather(1, targets_C[:, None]).squeeze(1).tolist())
+        top = logprobs_CV.topk(top_k, dim=1)
+        scores.top_ids.extend(top.indices.tolist())
+        scores.top_logprobs.extend(top.values.tolist())
+    return scores
 
 
 def next_logits(

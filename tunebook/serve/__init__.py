@@ -1,0 +1,1 @@
+"""An HTTP server that speaks Together's post-training protocol over the local backend."""
