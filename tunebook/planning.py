@@ -37,7 +37,8 @@ CUT_AWAY = {
 CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
-    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
+    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "sweep", "samples",
+    "checkpoints", "limits",
     "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens", "backend.recompute",
     "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
     "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
