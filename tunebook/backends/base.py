@@ -50,6 +50,11 @@ class Capabilities:
     """Tokens; None = no limit of its own."""
     temperature: bool
     """Reads the column `temperature` of a datum; see `Session.forward`."""
+    bills: bool = False
+    """An hour of it costs money: `estimate` asks the price, takes no time, and is part of
+    `prepare`."""
+    files: bool = True
+    """Its checkpoints are folders of this machine; False = the service keeps them by an id."""
 
 
 class Future(Protocol[T_co]):

@@ -1,0 +1,112 @@
+"""A resource that exists inside a `with` block, and nowhere after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tunebook.errors import BackendError, TunebookError
+from tunebook.resources.ledger import Ledger
+from tunebook.resources.live import ReplyLost, ResourceService, ServiceError
+from tunebook.resources.orphans import UndecidedError, find_created
+from tunebook.resources.watchdog import PATIENCE, Patience, watch
+from tunebook.runs.attempts import shielded
+
+LOST_REPLY_WAITS_S = (1.0, 2.0, 4.0, 8.0)
+"""Seconds after a create call without a reply until the service's list is asked what it did."""
+
+
+@contextmanager
+def owned_resource(
+    ledger: Ledger,
+    service: ResourceService,
+    what: Mapping[str, Any],
+    *,
+    run: str | None,
+    say: Callable[[str], None],
+    price_per_hour: float | None = None,
+    currency: str | None = None,
+    patience: Patience = PATIENCE,
+) -> Iterator[str]:
+    """Id of a resource that is created for the block and stopped on every way out of it.
+
+    It need not be ready yet. Should this process die, or the stop fail, then a watchdog stops it.
+
+    Args:
+        ledger: gets an entry before anything can exist.
+        service: where it is created.
+        what: its description.
+        run: what it is for.
+        say: told the id at once, and how it ended.
+        price_per_hour: in `currency`, where known.
+        currency: ISO 4217 code.
+        patience: of the watchdog.
+
+    Raises:
+        ServiceError: it could not be created.
+    """
+    key = ledger.intend(service, what, run=run, price_per_hour=price_per_hour, currency=currency)
+    with watch(ledger, key, patience=patience):
+        resource_id = _create(ledger, key, service, what)
+        try:
+            say(f"resource {resource_id} created")
+            yield resource_id
+        finally:
+            with shielded():  # a second Ctrl-C waits for the stop
+                _stop(ledger, key, service, resource_id, say)
+
+
+def _create(ledger: Ledger, key: str, service: ResourceService, what: Mapping[str, Any]) -> str:
+    """Id of the created resource, recorded; where there can be none, the entry is closed."""
+    try:
+        resource_id = service.create(what).id
+    except ReplyLost as error:
+        resource_id = _find_or_create(ledger, key, service, what, error)
+    except ServiceError as error:
+        ledger.closed(key, f"not created: {error}")
+        raise
+    ledger.created(key, resource_id)
+    return resource_id
+
+
+def _find_or_create(
+    ledger: Ledger,
+    key: str,
+    service: ResourceService,
+    what: Mapping[str, Any],
+    lost: BackendError,
+) -> str:
+    """Id of what a create call made whose reply was lost, else of what another one makes.
+
+    A create call has no idempotency key: to send it again at once could make a second resource.
+    """
+    for wait_s in LOST_REPLY_WAITS_S:
+        time.sleep(wait_s)
+        try:
+            found = find_created(ledger, ledger.entry(key), service)
+            return found or service.create(what).id
+        except (ReplyLost, UndecidedError) as error:
+            lost = error
+    raise lost
+
+
+def _stop(
+    ledger: Ledger,
+    key: str,
+    service: ResourceService,
+    resource_id: str,
+    say: Callable[[str], None],
+) -> None:
+    """Stops the resource; a failure is told, and left to the watchdog, so as to hide no other."""
+    try:
+        service.stop(resource_id, force=True)
+        ledger.closed(key, "stopped")
+    except TunebookError as error:
+        say(
+            f"resource {resource_id} could not be stopped and may bill: {error} A process in the "
+            "background goes on trying; `tunebook resources list` shows whether it is stopped."
+        )
+    else:
+        say(f"resource {resource_id} stopped")
