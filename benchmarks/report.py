@@ -26,6 +26,7 @@ FLAGS = {
     "micro_batch": "micro-batch",
     "accumulation": "accumulation",
     "keeps_freed_memory": "glibc keeps freed memory",
+    "float32_products": "float32 products at",
     "threads": "threads",
 }
 HEADER = """\
@@ -44,7 +45,8 @@ file from `benchmarks/results/`.
   flags below say otherwise (TRL turns it on by default, which is slower).
 - `trl_tuned` is an expert's TRL: rows of a step grouped by length into micro-batches with gradient
   accumulation, glibc told to keep freed memory, float32 products at
-  `float32_matmul_precision("medium")` (oneDNN); for DPO a precomputed reference.
+  `float32_matmul_precision("medium")` (oneDNN) where that still rounds to float32 (with AMX it does
+  not); for DPO a precomputed reference.
 - `plain` is our backend without its fast path, `ours` with it.
 - **Errors** are those of loss and adapter gradient in the warm-up step, relative to `plain` in
   float32 (norm of the difference over all adapter weights). Above a bound, which is in the JSON
@@ -169,8 +171,8 @@ def flatness_lines(result: dict[str, Any]) -> list[str]:
     rows = [
         [
             "contestant",
-            f"MiB at step {described['early step']}",
-            f"MiB at step {described['steps']}",
+            f"MiB up to step {described['window']}",
+            f"MiB from step {described['steps'] - described['window']}",
             "growth",
             "flat",
         ]

@@ -202,6 +202,7 @@ def prepare(config: GRPOConfig) -> Task:
         downgrades=downgrades,
     )
     summary["trainable_parameters"] = can.trainable_parameters
+    summary["sessions"] = num_sessions
     summary["notes"] = [
         *summary["notes"],
         "a measured estimate is of training alone, with completions as long as they may be; "
@@ -360,7 +361,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
             if done and config.rollout.policy_lag:
                 run.event("policy_lag_begins_anew", step=done)
             batch: Batch | None = None
-            for step in range(done + 1, last + 1):
+            for step in book.until_cancelled(range(done + 1, last + 1)):
                 started = time.monotonic()
                 if batch is None:
                     batch = collect(task, begin(task, sampler, arena, step, taken), sampler, arena)
@@ -415,6 +416,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     break
             if step != book.saved_step:
                 book.save(session, step, None)
+        stop_reason = run.finalize(stop_reason)
         if stop_reason is not StopReason.CANCELLED:
             require_updates(run, rule)
         promoted = book.promoted()

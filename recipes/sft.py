@@ -119,7 +119,7 @@ def prepare(config: SFTConfig) -> Task:
     downgrades = downgrades_for(
         config,
         has_eval=eval_data is not None,
-        has_generator=can.has_generator,
+        loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
     )
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
@@ -189,7 +189,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                 remaining = iter(())
             else:
                 remaining = steps(plan, task.sources, seed=config.seed, done=done)
-            for step, rows in remaining:
+            for step, rows in book.until_cancelled(remaining):
                 metrics = one_step(task, session, step, rows)
                 evaluation = evaluate(task, session) if step in saves_at else None
                 logged = metrics | (evaluation or {})
@@ -216,11 +216,13 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     break
             if step != book.saved_step:
                 book.save(session, step, None)
+        stop_reason = run.finalize(stop_reason)
         promoted = book.promoted()
         with closing(open_checkpoint(config, backend, run, promoted.ref)) as session:
             book.promote(session, promoted)
-            if stop_reason is not StopReason.CANCELLED:
-                sample(task, session, run, promoted.step)
+            if task.prompts and stop_reason is not StopReason.CANCELLED:
+                with run.phase("post_processing_s"):
+                    sample(task, session, run, promoted.step)
         run.finish(stop_reason, steps=step)
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +17,17 @@ import typer
 
 from tunebook import __version__
 from tunebook.errors import ConfigError
+from tunebook.runs_commands import (
+    PASS_ON,
+    AsJson,
+    OneRun,
+    Root,
+    add_run_commands,
+    runs_app,
+)
 
 RECIPES = "recipes"
 DEBUG_VARIABLE = "TUNEBOOK_DEBUG"
-PASS_ON = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
 
 app = typer.Typer(
     name="tunebook",
@@ -34,19 +37,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(runs_app, name="runs")
 rewards_app = typer.Typer(
     help="List the built-in rewards, or try rewards on saved completions.",
     invoke_without_command=True,
     rich_markup_mode=None,
 )
 app.add_typer(rewards_app, name="rewards")
+resources_app = typer.Typer(
+    help="List and stop what may bill on a service.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(resources_app, name="resources")
 
-Root = Annotated[Path, typer.Option("--root", help="Folder of the runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ONE_RUN = "Run directory, number (12 or #12) or id."
-OneRun = Annotated[str, typer.Argument(metavar="RUN", help=ONE_RUN)]
+SWEEP_OR_RUNS = "Folder of a sweep; or runs, each by its directory, number (12 or #12) or id."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -227,74 +229,26 @@ def _losses(as_json: AsJson = False) -> None:
     print_columns(console, fitting)
 
 
-@runs_app.command("list")
-def _list(root: Root = Path("runs"), as_json: AsJson = False) -> None:
-    """List the runs of a folder; a narrow terminal gets fewer columns, a pipe all of them."""
-    from tunebook.display import make_console
-    from tunebook.runs.listing import list_runs, shown_state
-    from tunebook.runs.record import record_to_json
-    from tunebook.text_tables import columns_fit, print_columns
-
-    runs = list_runs(root)
-    if as_json:
-        _print_json(
-            [
-                {
-                    **record_to_json(run.record),
-                    "path": str(run.path),
-                    "shown_state": shown_state(run),
-                }
-                for run in runs
-            ]
-        )
-        return
-    if not runs:
-        print(f"No runs in {root.absolute()}.")
-        return
-    columns = {
-        "number": [f"#{run.record.number}" for run in runs],
-        "id": [run.record.id for run in runs],
-        "run": [f"{run.record.recipe}/{run.path.name}" for run in runs],
-        "state": [shown_state(run) for run in runs],
-        "steps": [_steps_cell(run) for run in runs],
-        "best": [_best_cell(run) for run in runs],
-        "model": ["yes" if run.record.model_available else "no" for run in runs],
-    }
-    layouts = [columns, {**columns, "best": [_short_best_cell(run) for run in runs]}]
-    for heading in ("best", "model", "steps", "id", "state"):
-        layouts.append({key: cells for key, cells in layouts[-1].items() if key != heading})
-    console = make_console()
-    fitting = next((one for one in layouts if columns_fit(console, one)), layouts[-1])
-    print_columns(console, fitting)
-
-
-@runs_app.command("show")
-def _show(run: OneRun, root: Root = Path("runs"), as_json: AsJson = False) -> None:
-    """Show what a run did, with its loss curve."""
-    from tunebook.display import make_console
-    from tunebook.report import render_summary
-    from tunebook.runs.listing import find_run, shown_state
-    from tunebook.runs.record import record_to_json
-
-    found = find_run(root, run)
-    if as_json:
-        extra = {"path": str(found.path), "shown_state": shown_state(found)}
-        _print_json({**record_to_json(found.record), **extra})
-        return
-    render_summary(make_console(), found)
-
-
 @runs_app.command("compare")
 def _compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=ONE_RUN)],
+    runs: Annotated[list[str], typer.Argument(metavar="SWEEP | RUN RUN...", help=SWEEP_OR_RUNS)],
     root: Root = Path("runs"),
     as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, of a sweep.")] = False,
 ) -> None:
-    """Put runs side by side: where their configs differ, and what came out."""
+    """Put runs side by side: where their configs differ, and what came out.
+
+    A sweep is one table with a line for each of its runs, the best first.
+    """
     from tunebook.runs.listing import compare_runs, find_run
 
-    if len(runs) < 2:
-        raise ConfigError("runs compare: name two runs or more.")
+    if len(runs) == 1:
+        from tunebook.sweeps.compare import find_sweep, print_sweep
+
+        print_sweep(find_sweep(root, runs[0]), as_json=as_json, as_csv=as_csv)
+        return
+    if as_csv:
+        raise ConfigError("runs compare --csv: name one sweep; runs that are named are for --json")
     comparison = compare_runs([find_run(root, run) for run in runs])
     if as_json:
         _print_json(
@@ -403,6 +357,117 @@ def _test_rewards(
     raise typer.Exit(0 if trial.passed else 1)
 
 
+@resources_app.command("list")
+def _list_resources(as_json: AsJson = False) -> None:
+    """List what may bill: the ledger of this machine, joined with the service's own list.
+
+    The service is the one of TOGETHER_API_KEY and TOGETHER_BASE_URL, besides those in the ledger.
+    Exit code 1 = a service could not be asked, so that more may be there.
+    """
+    from tunebook.display import make_console
+    from tunebook.resources import Ledger
+    from tunebook.resources.commands import list_resources, price_text
+    from tunebook.text_tables import print_columns
+
+    listing = list_resources(Ledger.of_user())
+    shown = listing.shown
+    if as_json:
+        _print_json([dataclasses.asdict(one) for one in shown])
+    elif shown:
+        print_columns(
+            make_console(),
+            {
+                "resource": [one.name for one in shown],
+                "state": [one.state for one in shown],
+                "price per hour": [price_text(one) for one in shown],
+                "since": [_cell(one.since) for one in shown],
+                "owner": [one.owner for one in shown],
+                "run": [_cell(one.run) for one in shown],
+                "service": [one.base_url for one in shown],
+            },
+        )
+    elif not listing.problems:
+        print("Nothing bills.")
+    for problem in listing.problems:
+        print(problem, file=sys.stderr)
+    raise typer.Exit(1 if listing.problems else 0)
+
+
+@resources_app.command("stop")
+def _stop_resources(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RESOURCE]...", help="Ids, as listed.")
+    ] = None,
+    all_of_them: Annotated[
+        bool, typer.Option("--all", help="All of the ledger, those of live runs too.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Stop them with the sessions that are active on them.")
+    ] = False,
+    forget: Annotated[
+        bool,
+        typer.Option("--forget", help="Only close the entry: the service is gone for good."),
+    ] = False,
+) -> None:
+    """Stop resources. Exit code 1 = one could not be stopped, and stays in the ledger.
+
+    `--all` leaves alone what is not in the ledger: name it.
+    """
+    from tunebook.resources import Ledger
+    from tunebook.resources.commands import (
+        choose,
+        forget_resources,
+        list_resources,
+        stop_resources,
+    )
+
+    if bool(names) == all_of_them:
+        raise ConfigError("resources stop: name resources, or --all")
+    ledger = Ledger.of_user()
+    listing = list_resources(ledger)
+    chosen = [one for one in listing.shown if one.key] if not names else choose(listing, names)
+    if not chosen:
+        print("Nothing in the ledger may bill.")
+        return
+    for one in chosen:
+        print(f"{one.name}  {one.state}  {one.owner}  {one.base_url}")
+    if not yes:
+        typer.confirm(f"{'Forget' if forget else 'Stop'} {len(chosen)}?", abort=True)
+    if forget:
+        _print_outcomes(forget_resources(ledger, chosen))
+    else:
+        _print_outcomes(stop_resources(ledger, chosen, force=force))
+
+
+@resources_app.command("reap")
+def _reap_resources() -> None:
+    """Stop what processes that died, on this machine, left behind.
+
+    What a run was attached to, and what live processes own, is left alone. Exit code 1 = something
+    could not be stopped, and stays in the ledger.
+    """
+    from tunebook.resources import Ledger
+    from tunebook.resources.commands import reap_resources
+
+    _print_outcomes(reap_resources(Ledger.of_user()))
+
+
+def _print_outcomes(outcomes: Iterable[Any]) -> None:
+    """Prints what became of each resource, as it comes; exits with 1 if one of them failed."""
+    count = failures = 0
+    for outcome in outcomes:
+        print(f"{outcome.name}: {outcome.text}", file=sys.stderr if outcome.failed else None)
+        count += 1
+        failures += outcome.failed
+    if not count:
+        print("Nothing in the ledger may bill.")
+    raise typer.Exit(1 if failures else 0)
+
+
+add_run_commands(app, lambda name: _recipe_module(name))
+
+
 def _add_recipe_command(name: str, summary: str) -> None:
     @app.command(
         name, context_settings=PASS_ON, add_help_option=False, help=summary, short_help=summary
@@ -475,11 +540,6 @@ def _print_row(index: int, row: Any) -> None:
         console.print(Text(f"  {role}: {message.get('content') or ''}"), soft_wrap=True)
 
 
-def _steps_cell(run: Any) -> str:
-    outcome = run.record.outcome
-    return "" if outcome is None else f"{outcome.steps}/{outcome.planned_steps}"
-
-
 def _matches_text(shown: int, split: str, search: str, offset: int, more: bool) -> str:
     """How many rows match is known only when the last of them is on the page."""
     if not shown:
@@ -491,18 +551,6 @@ def _matches_text(shown: int, split: str, search: str, offset: int, more: bool) 
     words = "row matches" if offset + shown == 1 else "rows match"
     where = f"; these are the last {shown}" if offset else ""
     return f"{offset + shown} {split} {words} {search!r}{where}."
-
-
-def _best_cell(run: Any) -> str:
-    evaluation = run.record.evaluation
-    if evaluation is None or evaluation.best is None:
-        return ""
-    return f"{evaluation.metric} {evaluation.best:.4f} @ {evaluation.best_step}"
-
-
-def _short_best_cell(run: Any) -> str:
-    evaluation = run.record.evaluation
-    return _best_cell(run) and _best_cell(run).removeprefix(f"{evaluation.metric} ")
 
 
 def _cell(value: Any) -> str:

@@ -97,7 +97,15 @@ def _typed(program: Path) -> str:
     return shlex.quote(short if program.name != short else os.path.join(os.curdir, short))
 
 
-class StepProgress(Protocol):
+class CountDisplay(Protocol):
+    """Shows counts."""
+
+    def count(self, what: str, done: int, total: int) -> None:
+        """Shows how far something other than a step has come; `done == total` ends it."""
+        ...
+
+
+class StepProgress(CountDisplay, Protocol):
     """Shows how far a run has come."""
 
     def step(
@@ -124,10 +132,6 @@ class StepProgress(Protocol):
         """Shows the metrics of an evaluation after a step."""
         ...
 
-    def count(self, what: str, done: int, total: int) -> None:
-        """Shows how far something other than a step has come; `done == total` ends it."""
-        ...
-
     def note(self, text: str) -> None:
         """Shows a sentence without disturbing the rest."""
         ...
@@ -147,23 +151,24 @@ def progress_display(
     """
     console = make_console() if console is None else console
     if (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter:
-        with _LiveProgress(total_steps, done, console) as live, _shown(live):
+        with _LiveProgress(total_steps, done, console) as live, displayed(live):
             yield live
         return
     lines = _PlainProgress(total_steps, done, log_every, console)
     try:
-        with _shown(lines):
+        with displayed(lines):
             yield lines
     finally:
         lines.close()
 
 
-_displays: list[StepProgress] = []
+_displays: list[CountDisplay] = []
 """The displays of the blocks that are running, innermost last."""
 
 
 @contextmanager
-def _shown(display: StepProgress) -> Iterator[None]:
+def displayed(display: CountDisplay) -> Iterator[None]:
+    """A block in which counts are shown on a display that is on the screen."""
     _displays.append(display)
     try:
         yield

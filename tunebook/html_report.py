@@ -41,27 +41,42 @@ def write_html_report(run: RunDir) -> Path:
         title=title,
         best_step=None if evaluation is None else evaluation.best_step,
     )
-    encoded = base64.b64encode(picture.read_bytes()).decode("ascii")
     has_plan = (run.path / "plan.json").is_file()
     parts = [
-        f"<h1>{_escaped(title)}</h1>",
-        f"<pre>{_escaped(summary_text(run, width=UNLIMITED_WIDTH))}</pre>",
-        f'<img alt="loss over steps" src="data:image/png;base64,{encoded}">',
+        f"<h1>{escaped(title)}</h1>",
+        f"<pre>{escaped(summary_text(run, width=UNLIMITED_WIDTH))}</pre>",
+        image(picture, words="loss over steps"),
         _samples(run.samples()),
         _rollouts(run.last_rollouts()),
         _plan(run.read_plan()) if has_plan else "",
     ]
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escaped(title)}'
-        f"</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
     path = run.path / "report.html"
-    replace_text(path, page)
+    replace_text(path, page(title, parts))
     return path
 
 
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole page under a title.
+
+    Args:
+        title: as text.
+        parts: of its body, as HTML.
+    """
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{escaped(title)}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def image(file: Path, *, words: str) -> str:
+    """A PNG inside the page, and in words what it shows."""
+    encoded = base64.b64encode(file.read_bytes()).decode("ascii")
+    return f'<img alt="{escaped(words)}" src="data:image/png;base64,{encoded}">'
+
+
 def _plan(plan: Mapping[str, Any]) -> str:
-    return f"<h2>Plan</h2><pre>{_escaped(plan_text(plan, width=UNLIMITED_WIDTH))}</pre>"
+    return f"<h2>Plan</h2><pre>{escaped(plan_text(plan, width=UNLIMITED_WIDTH))}</pre>"
 
 
 def _samples(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
@@ -79,7 +94,7 @@ def _samples(samples: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
         ]
         for answers in by_prompt
     ]
-    lines = [_table_line("th", head), *(_table_line("td", row) for row in rows)]
+    lines = [table_line("th", head), *(table_line("td", row) for row in rows)]
     return f"<h2>Answers</h2><table>{''.join(lines)}</table>"
 
 
@@ -93,7 +108,7 @@ def _rollouts(rollouts: Sequence[Mapping[str, Any]]) -> str:
     """What the last step was trained on."""
     if not rollouts:
         return ""
-    lines = [_table_line("th", ["prompt", "completion", "reward", "advantage"])]
+    lines = [table_line("th", ["prompt", "completion", "reward", "advantage"])]
     for one in rollouts:
         advantage = one.get("advantage")
         cells = [
@@ -102,13 +117,15 @@ def _rollouts(rollouts: Sequence[Mapping[str, Any]]) -> str:
             reward_text(one.get("reward")),
             "" if advantage is None else f"{advantage:+.2f}",
         ]
-        lines.append(_table_line("td", cells))
+        lines.append(table_line("td", cells))
     return f"<h2>Trained on in the last step</h2><table>{''.join(lines)}</table>"
 
 
-def _table_line(tag: str, cells: Sequence[Any]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in cells)}</tr>"
+def table_line(tag: str, cells: Sequence[Any]) -> str:
+    """A row of a table, its cells as text."""
+    return f"<tr>{''.join(f'<{tag}>{escaped(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def _escaped(text: Any) -> str:
+def escaped(text: Any) -> str:
+    """Text as HTML shows it; None is empty."""
     return html.escape(without_surrogates("" if text is None else str(text)))

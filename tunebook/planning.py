@@ -37,7 +37,8 @@ CUT_AWAY = {
 CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
-    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
+    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "sweep", "samples",
+    "checkpoints", "limits",
     "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens", "backend.recompute",
     "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
     "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
@@ -73,14 +74,14 @@ def plan_for(config: RecipeConfig, sources: tuple[MixedRows, ...]) -> Plan:
 
 
 def downgrades_for(
-    config: RecipeConfig, *, has_eval: bool, has_generator: bool = True
+    config: RecipeConfig, *, has_eval: bool, loses_samples: bool = False
 ) -> tuple[str, ...]:
     """Settings that this run cannot honour, as `setting:action:cause`.
 
     Args:
         config: of the run.
         has_eval: there are rows to evaluate.
-        has_generator: the backend can sample.
+        loses_samples: answers are asked for, of a backend that cannot sample.
 
     Raises:
         ConfigError: there are some and `strict` is set.
@@ -91,7 +92,7 @@ def downgrades_for(
             found.append("early_stopping:disabled:no_eval_set")
         if config.eval.monitor is not None:
             found.append("eval.monitor:ignored:no_eval_set")
-    if config.samples.num_prompts and not has_generator:
+    if loses_samples:
         found.append("samples:disabled:no_generator")
     if found and config.strict:
         raise ConfigError(

@@ -24,8 +24,9 @@ from tunebook.display import (
 from tunebook.plan_report import downgrade_text, plan_text, render_plan
 from tunebook.runs.directory import RunDir
 from tunebook.runs.files import without_surrogates
-from tunebook.runs.listing import shown_state
 from tunebook.runs.record import Evaluation, Preparation, RunRecord, RunState, StopReason
+from tunebook.runs.starting import override_line
+from tunebook.runs.status import shown_state
 from tunebook.text_tables import LABEL_WIDTH, add_line, as_text, print_table, two_columns
 
 __all__ = [
@@ -210,10 +211,7 @@ def next_commands(run: RunDir) -> list[tuple[str, str]]:
 
 def _override(key: str, value: str) -> str:
     """A Hydra override as typed into a shell, quoted for both where the value needs it."""
-    if re.fullmatch(r"[\w./-]+", value):
-        return f"{key}={value}"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return shlex.quote(f'{key}="{escaped}"')
+    return shlex.quote(override_line(key, value))
 
 
 def _longer(plan: Mapping[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """What is computed at once follows the memory that is free; products fall back."""
 
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,6 +67,31 @@ def test_free_memory_of_this_machine() -> None:
 def test_freed_memory_is_kept_on_glibc_alone() -> None:
     is_glibc = platform.system() == "Linux" and platform.libc_ver()[0] == "glibc"
     assert allocator.keep_freed_memory() == is_glibc
+
+
+HOLES = """
+import resource
+from pathlib import Path
+import torch
+from tunebook.backends.local.allocator import give_back_freed_memory, keep_freed_memory
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+keep_freed_memory()
+tensors = [torch.ones(2**18) for _ in range(256)]  # 1 MiB each
+del tensors[::2]
+before = resident()
+assert give_back_freed_memory()
+print((before - resident()) // 2**20)
+"""
+
+
+@pytest.mark.skipif(not allocator.is_glibc(), reason="glibc alone keeps and gives back")
+def test_holes_of_the_heap_are_given_back() -> None:
+    """Of 256 MiB every second one is freed: 128 MiB, less what neighbours on a page hold."""
+    ran = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    assert 120 <= int(ran.stdout) <= 130
 
 
 @pytest.mark.parametrize("agrees", [True, False])

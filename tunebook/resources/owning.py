@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tunebook.errors import BackendError
+from tunebook.errors import BackendError, TunebookError
 from tunebook.resources.ledger import Ledger
 from tunebook.resources.live import ReplyLost, ResourceService, ServiceError
 from tunebook.resources.orphans import UndecidedError, find_created
@@ -50,8 +50,8 @@ def owned_resource(
     key = ledger.intend(service, what, run=run, price_per_hour=price_per_hour, currency=currency)
     with watch(ledger, key, patience=patience):
         resource_id = _create(ledger, key, service, what)
-        say(f"resource {resource_id} created")
         try:
+            say(f"resource {resource_id} created")
             yield resource_id
         finally:
             with shielded():  # a second Ctrl-C waits for the stop
@@ -59,7 +59,7 @@ def owned_resource(
 
 
 def _create(ledger: Ledger, key: str, service: ResourceService, what: Mapping[str, Any]) -> str:
-    """Id of the created resource, recorded; where nothing can have been made, the entry is closed."""
+    """Id of the created resource, recorded; where there can be none, the entry is closed."""
     try:
         resource_id = service.create(what).id
     except ReplyLost as error:
@@ -102,11 +102,11 @@ def _stop(
     """Stops the resource; a failure is told, and left to the watchdog, so as to hide no other."""
     try:
         service.stop(resource_id, force=True)
-    except ServiceError as error:
+        ledger.closed(key, "stopped")
+    except TunebookError as error:
         say(
             f"resource {resource_id} could not be stopped and may bill: {error} A process in the "
             "background goes on trying; `tunebook resources list` shows whether it is stopped."
         )
     else:
-        ledger.closed(key, "stopped")
         say(f"resource {resource_id} stopped")

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.backends.base import Future, Generator, LossFn
 from tunebook.backends.local import checkpoint, optimizers
+from tunebook.backends.local.allocator import GIVE_BACK_EVERY, give_back_freed_memory
 from tunebook.backends.local.base_model import BaseModel
 from tunebook.backends.local.checkpoint import CheckpointState
 from tunebook.backends.local.engine.engine import Engine, Job
@@ -347,6 +348,8 @@ class LocalSession:
         optimizers.apply_step(self._optimizer, params)
         self._clear_gradients()
         self.step += 1
+        if self._engine is not None and self.step % GIVE_BACK_EVERY == 0:
+            give_back_freed_memory()
         return {"grad_norm": norm}
 
     def _publish_weights(self) -> Generator:
