@@ -515,7 +515,7 @@ class RunDir:
                     self._ending, stop_reason=reason, steps=rows[-1]["step"] if rows else 0
                 )
                 state = STATE_OF_STOP_REASON[reason]
-                self.save(replace(self.record, state=state, failure=failure, outcome=outcome))
+                self.record = replace(self.record, state=state, failure=failure, outcome=outcome)
             self._end()
         except RunError as refused:
             error.add_note(f"The run directory could not record this end: {refused}")
@@ -536,9 +536,12 @@ class RunDir:
             error.add_note(f"The run directory could not record this end: {refused}")
 
     def _end(self) -> None:
-        self._bank_training_time()
+        record = attempts.ended(self.record)
+        if self._training_since is not None:
+            seconds = time.monotonic() - self._training_since
+            record = replace(record, timing=record.timing.plus("training_s", seconds))
         self._training_since = self._ending = None
-        self.save(attempts.ended(self.record))
+        self.save(record)  # state, outcome and end of the attempt at once
         cancellation.forget(self.path, len(self.record.attempts))
         assert self.record.outcome is not None
         self.event(
