@@ -178,3 +178,28 @@ def test_calls_on_what_is_closed(attach, tmp_path) -> None:
         session.optim_step(make_adam())
     with pytest.raises(BackendError, match="this backend is closed"):
         backend.open_session("second", make_lora(), directory=tmp_path)
+
+
+def test_full_weights(open_remote, open_local, tmp_path) -> None:
+    """One session; a checkpoint is loaded on a new resource, and comes here as a whole model."""
+    found = {}
+    for name, backend in (("remote", open_remote()), ("local", open_local())):
+        session = backend.open_session(name, None, directory=tmp_path / name)
+        session.forward_backward(make_data(), cross_entropy)
+        session.optim_step(make_adam(learning_rate=1e-3))
+        ref = session.save("one").result()
+        session.forward_backward(make_data(), cross_entropy)
+        session.optim_step(make_adam(learning_rate=1e-3)).result()
+        if name == "remote":
+            with pytest.raises(RemoteError, match="takes no more sessions"):
+                backend.open_session("second", None, directory=tmp_path)
+            with pytest.raises(BackendError, match="opened at it"):
+                session.export(ref, tmp_path / "model")
+        session.close()
+        session = backend.open_session("again", None, directory=tmp_path, restore=ref)
+        found[name] = session.forward(make_data()).result()
+        folder = session.export(ref, tmp_path / name / "model")
+        assert (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file()
+        backend.close()
+    for ours, theirs in zip(found["remote"], found["local"], strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), atol=1e-4)
