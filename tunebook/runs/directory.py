@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ class RunDir:
         self.record = record
         """What `run.json` holds; replaced, never changed in place."""
         self._next_seq = 0
+        self._one_event = threading.RLock()
         self._logged_step = -1
         self._logged_keys: set[str] = set()
         self._ending: Outcome | None = None
@@ -218,12 +220,13 @@ class RunDir:
     def event(self, type: str, **fields: Any) -> None:
         """Appends an event to `events.jsonl`, its `seq` one above the last of any attempt."""
         path = self.path / "events.jsonl"
-        if not self._next_seq:
-            lines = files.read_lines(path)
-            self._next_seq = lines[-1]["seq"] + 1 if lines else 1
-        head = {"seq": self._next_seq, "attempt": len(self.record.attempts), "time": utc_now()}
-        files.append_line(path, {**head, "type": type, **fields}, sync=True)
-        self._next_seq += 1
+        with self._one_event:  # what is noticed in another thread becomes an event, too
+            if not self._next_seq:
+                lines = files.read_lines(path)
+                self._next_seq = lines[-1]["seq"] + 1 if lines else 1
+            head = {"seq": self._next_seq, "attempt": len(self.record.attempts), "time": utc_now()}
+            files.append_line(path, {**head, "type": type, **fields}, sync=True)
+            self._next_seq += 1
 
     def events(self, *, after: int = 0) -> list[dict[str, Any]]:
         """The events with a `seq` above `after`."""
