@@ -168,6 +168,7 @@ class TogetherBackend:
             losses=None,
             max_seq_len=offer.max_seq_len,
             temperature=False,
+            stop_ids=False,
             bills=True,
             files=False,
         )
@@ -278,7 +279,7 @@ class TogetherBackend:
         """A session that begins from a checkpoint, with or without its optimizer."""
         connection = self._connect(lora is not None)
         resource = connection.resource
-        resource.require(lora=lora is not None, run=str(directory))
+        resource.require(lora=lora is not None, run=str(directory.parent))
         restore, with_optimizer = start
         if lora is None and restore is not None and self._full_weights_used:
             # The weights of such a resource go on from one session to the next.
