@@ -24,6 +24,8 @@ class SweepTable:
 
     metric: str | None
     """What trials are compared by; None = none has evaluated, or they differ in it."""
+    differing: list[str]
+    """Config keys in which trials differ."""
     rows: list[dict[str, Any]]
     """Heading -> value; None = unknown. All rows have the same headings."""
 
@@ -73,7 +75,7 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
     sign = -1.0 if direction == {"up"} else 1.0
     if metric is not None:
         rows.sort(key=lambda row: math.inf if row[best] is None else sign * row[best])
-    return SweepTable(metric, rows)
+    return SweepTable(metric, list(differences), rows)
 
 
 def find_sweep(root: Path, text: str) -> SweepDir:

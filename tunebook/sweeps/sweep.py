@@ -19,11 +19,12 @@ from tunebook.compose import as_dict, resumed_config
 from tunebook.config import RecipeConfig, SweepConfig
 from tunebook.display import make_console, tunebook_command
 from tunebook.errors import ConfigError, TunebookError
-from tunebook.html_report import write_html_report
 from tunebook.launch import Prepare, RecipeTask, Train, stop_signals
 from tunebook.opening import LOCAL, build_backend
 from tunebook.planning import check_plan_hash
 from tunebook.preparation import sharing_rows
+from tunebook.reports.run_page import write_run_report
+from tunebook.reports.sweep_page import write_sweep_report
 from tunebook.runs import redact
 from tunebook.sweeps.display import SweepDisplay
 from tunebook.sweeps.driving import train_trials
@@ -121,6 +122,7 @@ class Sweep:
         if self._sweep is None or not self._begun:
             return 0
         self._show_states(self._sweep)
+        self._say(f"  {write_sweep_report(self._sweep)}")
         return 1 if any(trial.state is TrialState.FAILED for trial in self._trials) else 0
 
     def _trial(self, number: int, overrides: Sequence[str], config: RecipeConfig) -> Trial:
@@ -296,7 +298,7 @@ class _Recorder:
         self._sweep.note(trial)
         self._display.ended(trial)
         if trial.run is not None and trial.state is not TrialState.FAILED and trial.run.metrics():
-            write_html_report(trial.run)
+            write_run_report(trial.run)
 
 
 def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
