@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PURE = ("plan", "split", "schedule", "stopping", "token_weights")
 OURS = {"tunebook", "recipes", "configs", "loss_fns"}
-LAZY = {"torch", "transformers", "datasets", "wandb", "matplotlib", "pandas", "pyarrow"}
+LAZY = {
+    "torch", "transformers", "datasets", "wandb", "matplotlib", "pandas", "pyarrow", "together", "httpx",
+}  # fmt: skip
 
 
 def python_files(folder):

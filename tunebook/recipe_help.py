@@ -49,7 +49,8 @@ def print_recipe_help(recipe: str) -> None:
     console.print(_groups())
     console.print(
         "\nHydra's flags work too: --cfg job (show the config), --multirun (several values), "
-        "--config-dir DIR (groups of your own). --debug shows tracebacks."
+        "--config-dir DIR (groups of your own). --debug shows tracebacks, --detach trains in the "
+        "background."
     )
 
 

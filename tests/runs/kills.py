@@ -169,9 +169,17 @@ def assert_same(run: RunDir, unbroken: RunDir) -> None:
     different = [name for name in ours if ours[name] != theirs[name]]
     assert not different, different
     assert without_time(run.metrics()) == without_time(unbroken.metrics())
-    assert run.samples() == unbroken.samples()
+    assert_same_samples(run.samples(), unbroken.samples())
     for part in ("outcome", "evaluation", "failure", "plan_hash"):
         assert getattr(run.record, part) == getattr(unbroken.record, part), part
+
+
+def assert_same_samples(ours: dict[int, Any], theirs: dict[int, Any]) -> None:
+    """The same answers at the same steps; `versions` count the publishes of one session."""
+    assert list(ours) == list(theirs), (list(ours), list(theirs))
+    for step in ours:
+        for one, other in zip(ours[step], theirs[step], strict=True):
+            assert {**one, "versions": None} == {**other, "versions": None}, (step, one, other)
 
 
 def prepared_run(root: Path) -> RunDir | None:

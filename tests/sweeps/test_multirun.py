@@ -64,7 +64,9 @@ def test_every_value_is_a_trial_and_a_run(here, capsys):
             "max_at_once": None, "resume": None, "halving": {"rungs": [], "keep": 0.5},
         }  # fmt: skip
     assert len({json.dumps(each.read_split()) for each in runs}) == 1
-    assert sorted(path.name for path in sweep.path.iterdir()) == [".lock", "sweep.json"]
+    assert sorted(path.name for path in sweep.path.iterdir()) == [
+        ".lock", "report.html", "sweep.json",
+    ]  # fmt: skip
     assert sorted(path.name for path in here.iterdir()) == ["runs"]
     out = capsys.readouterr().out
     assert "trial 3 (learning_rate=0.01 rank=4): succeeded" in out

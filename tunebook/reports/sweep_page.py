@@ -50,29 +50,30 @@ def write_sweep_report(sweep: SweepDir) -> Path:
 
 
 def sweep_charts(sweep: SweepDir, table: SweepTable) -> list[Chart]:
-    """The metric and the train loss of all trials over steps, and the best over what was swept."""
+    """Curves of all trials over steps, and the best value of each over what was swept."""
     labels = {each.number: each.label for each in sweep.trials}
     colours = _colours(table)
     evals: list[Series] = []
-    losses: list[Series] = []
+    trained: list[Series] = []
     runs = {each.number: sweep.run_of(each) for each in sweep.trials}
+    metrics = {number: run.metrics() if run else [] for number, run in runs.items()}
+    rewarded = any("train/reward" in row for rows in metrics.values() for row in rows)
+    drawn = "reward" if rewarded else "loss"
     for row in sorted(table.rows, key=lambda row: colours[row["trial"]] != OTHER):
-        number, run = row["trial"], runs[row["trial"]]
-        if run is None:
-            continue
-        name, rows = f"{number}: {labels[number]}", run.metrics()
+        number = row["trial"]
+        name, rows = f"{number}: {labels[number]}", metrics[number]
         if table.metric is not None:
             start = table.metric.replace("eval/", "start/", 1)
             points = finite([*history(rows, start), *history(rows, table.metric)])
             evals.append(Series(name, points, Style.MARKED, colours[number]))
-        train = finite(history(rows, "train/loss"))
+        train = finite(history(rows, f"train/{drawn}"))
         calm = len(train) >= FEWEST_SMOOTHED
         points = smoothed(train, max(len(train) // 20, 2)) if calm else train
-        losses.append(Series(name, points, Style.LINE, colours[number]))
+        trained.append(Series(name, points, Style.LINE, colours[number]))
     charts = [
         Chart("metric", table.metric or "value", [each for each in evals if each.points]),
-        Chart("train_loss", "train/loss", [each for each in losses if each.points]),
-        *(_over_key(table, key, labels) for key in table.differing),
+        Chart(f"train_{drawn}", f"train/{drawn}", [each for each in trained if each.points]),
+        *(_over_key(table, key, labels) for key in table.settings),
     ]
     return [chart for chart in charts if chart.series]
 
@@ -87,7 +88,7 @@ def _colours(table: SweepTable) -> dict[int, int]:
 
 def _over_key(table: SweepTable, key: str, labels: dict[int, str]) -> Chart:
     """The best value of each trial over its value of a swept key, where that is a number."""
-    best = f"best {table.metric or 'value'}"
+    best = table.best
     found = [
         (row[key], row[best], f"{row['trial']}: {labels[row['trial']]}: {number_text(row[best])}")
         for row in table.rows
@@ -106,7 +107,7 @@ def _over_key(table: SweepTable, key: str, labels: dict[int, str]) -> Chart:
 
 
 def _cards(sweep: SweepDir, table: SweepTable) -> dict[str, tuple[str, str]]:
-    best = f"best {table.metric or 'value'}"
+    best = table.best
     shown: dict[str, tuple[str, str]] = {}
     labels = {each.number: each.label for each in sweep.trials}
     if table.metric is not None and table.rows and table.rows[0][best] is not None:

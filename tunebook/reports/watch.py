@@ -84,12 +84,11 @@ def sweep_view(path: Path) -> RenderableType:
     sweep = SweepDir.open(path)
     labels = {each.number: each.label for each in sweep.trials}
     compared = compare_sweep(sweep)
-    heading = f"best {compared.metric or 'value'}"
     table = two_columns()
     table.add_column(no_wrap=True)
     table.add_row("sweep", Text(path.name, style="bold"), "")
     for row in compared.rows:
-        best = row[heading]
+        best = row[compared.best]
         state = row["state"] + ("" if best is None else f"  {best:.4f} @ {row['best step']}")
         table.add_row(f"trial {row['trial']}", Text(labels[row["trial"]]), Text(state))
     return table

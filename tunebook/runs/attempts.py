@@ -157,7 +157,7 @@ def held_lease(record: RunRecord) -> str | None:
     if run_id == record.id:
         return rest.partition(":")[0]
     live = record.live_attempt
-    if live is not None and live.state is AttemptState.LEASED and _is_here(live):
+    if live is not None and live.state in AWAITING_PROCESS and _is_here(live):
         return live.lease
     return None
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tunebook.display import tunebook_command
 from tunebook.errors import RunEndedError, RunFinalizingError, TunebookError, WaitTimeout
 from tunebook.runs import cancellation
-from tunebook.runs.attempts import is_being_trained
+from tunebook.runs.attempts import is_being_trained, with_dead_settled
 from tunebook.runs.directory import RunDir, only_writer
-from tunebook.runs.record import AttemptState, RunState
+from tunebook.runs.record import AttemptState, Outcome, RunState, StopReason
 from tunebook.runs.status import RunStatus, run_status
 
 POLL_S = 2.0
@@ -163,11 +163,19 @@ def _asked(path: Path | str) -> RunStatus:
     if attempt is None or lost:
         run = RunDir.open(path)
         with only_writer(run):
-            run.end_idle(planned_steps=status.planned_steps or 0)
+            _end_idle(run, planned_steps=status.planned_steps or 0)
         return run_status(path)
     if not cancellation.request(status.path, attempt.number):
         _refuse_if_finalizing(run_status(path))
     return run_status(path)
+
+
+def _end_idle(run: RunDir, *, planned_steps: int) -> None:
+    rows = run.metrics()
+    outcome = Outcome(StopReason.CANCELLED, planned_steps, rows[-1]["step"] if rows else 0)
+    record = with_dead_settled(run.record)
+    run.save(replace(record, state=RunState.CANCELLED, outcome=outcome, failure=None))
+    run.event("cancelled")
 
 
 def _refuse_if_finalizing(status: RunStatus) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -398,25 +397,6 @@ class RunDir:
         attempt = replace(self.record.attempts[-1], state=AttemptState.ACCEPTED, pid=pid)
         self.save(self.record.with_attempt(attempt))
         self.event("attempt_accepted", pid=pid)
-
-    def begin_anew(self) -> None:
-        """Sets aside everything that was trained, so that the leased attempt begins at step 0."""
-        for checkpoint in self.rewind(0):
-            folder = checkpoint.ref.path
-            if folder.is_relative_to(self.checkpoints_dir):
-                with files.writing(folder):
-                    shutil.rmtree(folder)
-        self.save(replace(self.record, evaluation=None))
-        if self.record.model_available:
-            self.set_model_available(False)
-
-    def end_idle(self, *, planned_steps: int) -> None:
-        """Cancels a run that nobody trains; call it inside `only_writer(run)`."""
-        rows = self.metrics()
-        outcome = Outcome(StopReason.CANCELLED, planned_steps, rows[-1]["step"] if rows else 0)
-        record = attempts.with_dead_settled(self.record)
-        self.save(replace(record, state=RunState.CANCELLED, outcome=outcome, failure=None))
-        self.event("cancelled")
 
     def cancel_requested(self) -> bool:
         """Whether somebody has asked to cancel this attempt; when first seen, it is recorded."""

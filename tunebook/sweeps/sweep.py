@@ -122,7 +122,7 @@ class Sweep:
         if self._sweep is None or not self._begun:
             return 0
         self._show_states(self._sweep)
-        self._say(f"  {write_sweep_report(self._sweep)}")
+        self._say(f"Its report is {write_sweep_report(self._sweep)}")
         return 1 if any(trial.state is TrialState.FAILED for trial in self._trials) else 0
 
     def _trial(self, number: int, overrides: Sequence[str], config: RecipeConfig) -> Trial:
@@ -266,7 +266,10 @@ class Sweep:
             if trial.why is not None:
                 self._say(f"{trial.name}: {trial.why}")
         command = tunebook_command()
-        lines = [f"The sweep is {sweep.path}", f"  {command} runs compare {sweep.path}"]
+        lines = [
+            f"The sweep is {sweep.path}, on one page in report.html there",
+            f"  {command} runs compare {sweep.path}",
+        ]
         left = [trial for trial in self._trials if trial.state not in FINAL]
         if left:
             lines += [

@@ -29,9 +29,8 @@ OF_RECIPE = {
     "sft": {"samples.num_prompts": 1, "samples.max_tokens": 8, "backend.generator_replicas": 1},
     "dpo": {"samples.num_prompts": 0},
     "grpo": {
-        "rollout.group_size": 3,
-        "rollout.max_new_tokens": 8,
-        "reward": "target_length",
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 12,
         "samples.num_prompts": 1,
         "kl.beta": 0.05,
         "rollout.policy_lag": 1,

@@ -214,9 +214,14 @@ class RemoteQueue:
                 assert operation.finish is not None, "what was in its way has failed or recovered"
                 value = operation.settled(await operation.finish())
             except RemoteError as error:
-                if not error.recoverable or not await self._recovered(error):
+                try:
+                    if error.recoverable and await self._recovered(error):
+                        continue
+                except Exception as again:
+                    self._fail(operation, again)
+                else:
                     self._fail(operation, error)
-                    return
+                return
             except Exception as error:
                 self._fail(operation, error)
                 return
