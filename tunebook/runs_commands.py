@@ -177,7 +177,7 @@ def _wait(
         _print_json(_status_json(status))
     else:
         print(f"#{status.record.number} {status.record.id} {state_text(RunDir.open(path))}")
-    raise typer.Exit(_exit_code(status))
+    raise typer.Exit(exit_code_of(status))
 
 
 @runs_app.command("follow")
@@ -208,7 +208,7 @@ def _follow(
             print(line, flush=True)
         return run_status(path)
 
-    raise typer.Exit(_exit_code(_interruptible(print_events, cancel_path=path)))
+    raise typer.Exit(exit_code_of(_interruptible(print_events, cancel_path=path)))
 
 
 @runs_app.command("cancel")
@@ -256,7 +256,8 @@ def _interruptible(act: Callable[[], Any], *, cancel_path: Path | None = None) -
         raise typer.Exit(130) from None
 
 
-def _exit_code(status: RunStatus) -> int:
+def exit_code_of(status: RunStatus) -> int:
+    """What a command that waited for a run exits with."""
     from tunebook.runs import RunState
     from tunebook.runs.status import INTERRUPTED, shown
 

@@ -66,7 +66,7 @@ def test_every_value_is_a_trial_and_a_run(here, capsys):
         }  # fmt: skip
     assert len({json.dumps(each.read_split()) for each in runs}) == 1
     assert sorted(path.name for path in sweep.path.iterdir()) == [
-        ".lock", "curves.png", "report.html", "sweep.json",
+        ".lock", "report.html", "sweep.json",
     ]  # fmt: skip
     assert sorted(path.name for path in here.iterdir()) == ["runs"]
     out = capsys.readouterr().out

@@ -155,6 +155,16 @@ class SweepDir:
         state = STATE_OF_RUN.get(run.record.state, record.state)
         return record if state is record.state else replace(record, state=state)
 
+    def is_driven(self) -> bool:
+        """Whether a process holds the lock of the sweep."""
+        lock = FileLock(self.path / LOCK_FILE, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        lock.release()
+        return False
+
     @contextmanager
     def only_writer(self) -> Iterator[None]:
         """Holds the lock of the sweep, which the operating system frees when the process dies.

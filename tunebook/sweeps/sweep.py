@@ -19,10 +19,11 @@ from tunebook.compose import as_dict, resumed_config
 from tunebook.config import RecipeConfig, SweepConfig
 from tunebook.display import make_console, tunebook_command
 from tunebook.errors import ConfigError, TunebookError
-from tunebook.html_report import write_html_report
 from tunebook.launch import Prepare, Train, prepared, stop_signals
 from tunebook.opening import LOCAL, build_backend
 from tunebook.preparation import sharing_rows
+from tunebook.reports.run_page import write_run_report
+from tunebook.reports.sweep_page import write_sweep_report
 from tunebook.runs import Preparation, redact
 from tunebook.sweeps.display import SweepDisplay
 from tunebook.sweeps.driving import train_trials
@@ -35,7 +36,6 @@ from tunebook.sweeps.record import (
     public_overrides,
     recorded_overrides,
 )
-from tunebook.sweeps.report import write_sweep_report
 from tunebook.sweeps.trial import FINAL, Trial, TrialState, labels, raise_all
 from tunebook.text_tables import print_columns
 from tunebook.types import StepReport
@@ -124,7 +124,7 @@ class Sweep:
         if self._sweep is None or not self._begun:
             return 0
         self._show_states(self._sweep)
-        write_sweep_report(self._sweep)
+        self._say(f"Its report is {write_sweep_report(self._sweep)}")
         return 0 if all(trial.state in FINAL for trial in self._trials) else 1
 
     def _trial(self, number: int, overrides: Sequence[str], config: RecipeConfig) -> Trial:
@@ -317,7 +317,7 @@ class _Recorder:
         self._sweep.note(trial)
         self._display.ended(trial)
         if trial.run is not None and trial.state is not TrialState.FAILED and trial.run.metrics():
-            write_html_report(trial.run)
+            write_run_report(trial.run)
 
 
 def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
