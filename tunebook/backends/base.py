@@ -88,8 +88,8 @@ class Session(Protocol):
     """One adapter (or the full weights) being trained."""
 
     @property
-    def trainable_parameters(self) -> int:
-        """Number of parameters that an optimizer step changes."""
+    def trainable_parameters(self) -> int | None:
+        """Number of parameters that an optimizer step changes; None = the service does not say."""
         ...
 
     def forward(self, data: Sequence[Datum]) -> Future[list["Tensor"]]:

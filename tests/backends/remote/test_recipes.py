@@ -180,3 +180,24 @@ def test_a_run_that_fails_stops_its_resource(server, tmp_path, monkeypatch):
         list(sft.train(task, backend, run))
     # That nothing bills is checked after every test.
     assert RunDir.open(run.path).record.state is RunState.FAILED
+
+
+def test_the_command_without_what_only_our_server_tells(server, tmp_path, monkeypatch, capsys):
+    """The hosted service has no gradient norm: the metric is missing, and nothing minds."""
+    monkeypatch.setattr("tunebook.backends.together.session.metrics_of_step", lambda output: {})
+    settings = {**SETTINGS, "plan.max_steps": 2, "plan.epochs": "null", "samples.num_prompts": 0}
+    code = sft.main(
+        [
+            "backend=together",
+            f"backend.base_url={server.url}",
+            f"runs_dir={tmp_path}",
+            *(f"{key}={value}" for key, value in settings.items()),
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    assert "3.00 USD an hour" in " ".join(shown.split())
+    [run] = [RunDir.open(path.parent) for path in tmp_path.rglob("run.json")]
+    assert len(run.metrics()) == 2
+    assert all("train/loss" in row and "train/grad_norm" not in row for row in run.metrics())
+    assert (run.path / "report.html").is_file()

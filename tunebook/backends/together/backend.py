@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -133,6 +134,8 @@ class TogetherBackend:
         self._tokenizer = (tokenizer or model, revision, chat_template, trust_remote_code)
         self._connection: Connection | None = None
         self._sessions: dict[str, TogetherSession] = {}
+        self._opening = threading.RLock()
+        """Sweeps open sessions in several threads, and only one may make the resource."""
         self._full_weights_used = False
         self._closed = False
 
@@ -239,17 +242,44 @@ class TogetherBackend:
         restore: CheckpointRef | None = None,
         with_optimizer: bool = True,
     ) -> TogetherSession:
-        if self._closed:
-            raise BackendError("this backend is closed")
-        if name in self._sessions:
-            raise BackendError(f"a session called {name!r} is open already; give another name")
         if lora is not None:
             lora_config(lora)
         if restore is not None and restore.path.is_absolute():
             raise not_on_service(restore)
+        with self._opening:
+            if self._closed:
+                raise BackendError("this backend is closed")
+            if name in self._sessions:
+                raise BackendError(f"a session called {name!r} is open already; give another name")
+            session = self._open(name, lora, directory, (restore, with_optimizer))
+            self._sessions[name] = session
+            return session
+
+    def close(self) -> None:
+        """Stops a resource that was made, with its sessions; a borrowed one keeps running."""
+        if self._closed:
+            return
+        self._closed = True
+        with shielded():  # a second Ctrl-C waits for the stop
+            try:
+                for session in list(self._sessions.values()):
+                    session.close()
+            finally:
+                if self._connection is not None:
+                    self._connection.close()
+
+    def _open(
+        self,
+        name: str,
+        lora: LoraConfig | None,
+        directory: Path,
+        start: tuple[CheckpointRef | None, bool],
+    ) -> TogetherSession:
+        """A session that begins from a checkpoint, with or without its optimizer."""
         connection = self._connect(lora is not None)
         resource = connection.resource
         resource.require(lora=lora is not None, run=str(directory))
+        restore, with_optimizer = start
         if lora is None and restore is not None and self._full_weights_used:
             # The weights of such a resource go on from one session to the next.
             connection.loop.run(resource.renew())
@@ -292,7 +322,7 @@ class TogetherBackend:
                 with_optimizer=False,
             )
 
-        session = TogetherSession(
+        return TogetherSession(
             name,
             lora,
             queue,
@@ -304,21 +334,6 @@ class TogetherBackend:
             open_at=open_at,
             on_close=lambda: self._end(name, queue),
         )
-        self._sessions[name] = session
-        return session
-
-    def close(self) -> None:
-        """Stops a resource that was made, with its sessions; a borrowed one keeps running."""
-        if self._closed:
-            return
-        self._closed = True
-        with shielded():  # a second Ctrl-C waits for the stop
-            try:
-                for session in list(self._sessions.values()):
-                    session.close()
-            finally:
-                if self._connection is not None:
-                    self._connection.close()
 
     def _end(self, name: str, queue: RemoteQueue) -> None:
         """Gives the place of a session on the service to another one."""
