@@ -17,6 +17,7 @@ import typer
 
 from tunebook import __version__
 from tunebook.errors import ConfigError
+from tunebook.report_commands import add_report_commands
 from tunebook.runs_commands import (
     PASS_ON,
     AsJson,
@@ -474,6 +475,7 @@ def _print_outcomes(outcomes: Iterable[Any]) -> None:
 
 
 add_run_commands(app, lambda name: _recipe_module(name))
+add_report_commands(app)
 
 
 def _add_recipe_command(name: str, summary: str) -> None:

@@ -68,12 +68,12 @@ def loss_curve(
     # Braille has 2 x 4 dots in a character; ASCII one.
     across, down = (2, 4) if unicode else (1, 1)
 
-    def place(point: Point) -> tuple[int, int]:
+    def place(point: tuple[float, float]) -> tuple[int, int]:
         x = (point[0] - first) / max(last - first, 1) * (columns * across - 1)
         y = (high - point[1]) / (high - low) * (height * down - 1)
         return round(x), round(y)
 
-    line = [place(point) for point in _averaged(train, columns * across)]
+    line = [place(point) for point in averaged(train, columns * across)]
     dots = {
         dot for start, end in zip(line, line[1:] or line, strict=False) for dot in _line(start, end)
     }
@@ -199,7 +199,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _averaged(points: Sequence[Point], columns: int) -> list[Point]:
+def averaged(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
     """At most about `columns` points: means of equally many neighbours."""
     size = math.ceil(len(points) / columns) if points else 1
     chunks = [points[start : start + size] for start in range(0, len(points), size)]

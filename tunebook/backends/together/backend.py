@@ -138,6 +138,8 @@ class TogetherBackend:
         """Sweeps open sessions in several threads, and only one may make the resource."""
         self._full_weights_used = False
         self._closed = False
+        self._one_connection = threading.Lock()
+        """Several threads may open their first sessions at once; all share one resource."""
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +170,7 @@ class TogetherBackend:
             losses=None,
             max_seq_len=offer.max_seq_len,
             temperature=False,
+            stop_ids=False,
             bills=True,
             files=False,
         )
@@ -278,7 +281,7 @@ class TogetherBackend:
         """A session that begins from a checkpoint, with or without its optimizer."""
         connection = self._connect(lora is not None)
         resource = connection.resource
-        resource.require(lora=lora is not None, run=str(directory))
+        resource.require(lora=lora is not None, run=str(directory.parent))
         restore, with_optimizer = start
         if lora is None and restore is not None and self._full_weights_used:
             # The weights of such a resource go on from one session to the next.
@@ -344,27 +347,31 @@ class TogetherBackend:
             self._connection.say()
 
     def _connect(self, lora: bool) -> Connection:
-        if self._connection is None:
-            what = {
-                "base_model": self._service_model,
-                "compute_config": {
-                    "num_generator_replicas": self._generator_replicas,
-                    **({"gpu_type": self._gpu_type} if self._gpu_type else {}),
-                },
-                "optimizer_config": OPTIMIZERS[self._optimizer],
-                "inactive_timeout": self._inactive_timeout,
-            }
-            settings = ResourceSettings(
-                service=self._catalogue.service,
-                borrowed_id=self._borrowed_id,
-                what=what,
-                inactive_timeout=self._inactive_timeout,
-                ready_timeout=self._ready_timeout,
-                keep_alive=self._keep_alive,
-                price=None if self._borrowed_id else self._catalogue.price_per_hour(lora),
-            )
-            self._connection = Connection(settings, retry_budget=self._retry_budget)
-        return self._connection
+        with self._one_connection:
+            if self._connection is None:
+                self._connection = self._make_connection(lora)
+            return self._connection
+
+    def _make_connection(self, lora: bool) -> Connection:
+        what = {
+            "base_model": self._service_model,
+            "compute_config": {
+                "num_generator_replicas": self._generator_replicas,
+                **({"gpu_type": self._gpu_type} if self._gpu_type else {}),
+            },
+            "optimizer_config": OPTIMIZERS[self._optimizer],
+            "inactive_timeout": self._inactive_timeout,
+        }
+        settings = ResourceSettings(
+            service=self._catalogue.service,
+            borrowed_id=self._borrowed_id,
+            what=what,
+            inactive_timeout=self._inactive_timeout,
+            ready_timeout=self._ready_timeout,
+            keep_alive=self._keep_alive,
+            price=None if self._borrowed_id else self._catalogue.price_per_hour(lora),
+        )
+        return Connection(settings, retry_budget=self._retry_budget)
 
     def _download(self, checkpoint_id: str, directory: Path) -> Path:
         """The folder, with what an inference checkpoint is made of and the tokenizer."""
