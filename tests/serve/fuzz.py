@@ -112,6 +112,8 @@ class Fuzz:
     world: World = field(default_factory=World)
     findings: list[str] = field(default_factory=list)
     statuses: Counter = field(default_factory=Counter)
+    ends: Counter = field(default_factory=Counter)
+    """How operations of each kind ended."""
     running: bool = True
 
     def find(self, text: str) -> None:
@@ -285,6 +287,9 @@ class Fuzz:
             if isinstance(file, dict):
                 self.world.learn("url", file.get("url"))
         error = content.get("error")
+        if attempt.what in KINDS:
+            code = str(error.get("code")) if isinstance(error, dict) else content.get("status")
+            self.ends[attempt.what, str(code).rpartition("OPERATION_")[2]] += 1
         if isinstance(error, dict) and "INTERNAL_ERROR" in str(error.get("code")):
             self.find(f"internal error of an operation: {attempt}: {error}")
         output = content.get("output")
@@ -365,6 +370,7 @@ def run_fuzz(server: ServerProcess, *, seed: int, seconds: float, workers: int) 
             fuzz.poll_operations(rng)
             _compare(fuzz, fuzz.training(witness), expected, "during the attack")
             fuzz.ask("GET", "/health")
+            print(f"{elapsed:.0f} s: {fuzz.memory_mb():.0f} MB, {fuzz.open_files()} files")
             if elapsed < seconds / 2:
                 memory = max(memory, fuzz.memory_mb())
             time.sleep(0.5)
@@ -377,6 +383,7 @@ def run_fuzz(server: ServerProcess, *, seed: int, seconds: float, workers: int) 
     time.sleep(1.0)  # the server notices that connections were closed
     grown, new = fuzz.memory_mb() - memory, fuzz.open_files() - files
     print(f"{fuzz.statuses.total()} requests: {sorted(fuzz.statuses.items(), key=str)}")
+    print(f"operations: {sorted(fuzz.ends.items())}")
     print(f"memory {memory:.0f} MB, grown by {grown:.1f} MB; open files {files}, {new} more")
     if grown > MAX_GROWTH_MB:
         fuzz.find(f"memory grew by {grown:.1f} MB in the second half")

@@ -113,8 +113,8 @@ class World:
         with self.lock:
             known = list(self.ids[what])
             others = [value for values in self.ids.values() for value in values]
-        if known and rng.random() < 0.85:
-            return rng.choice(known)
+        if known and rng.random() < 0.9:
+            return rng.choice(known[-3:] if rng.random() < 0.7 else known)
         if others and rng.random() < 0.4:
             return rng.choice(others).lstrip("/")
         return rng.choice(PATHS)
@@ -229,17 +229,17 @@ def right_request(rng: Random, world: World, model: str) -> tuple[str, str, obje
         (6, ("GET", f"{operation}/{world.pick(rng, kind)}", None, "")),
         (1, ("GET", "/v1/rl/supported-models", None, "")),
         (1, ("GET", RESOURCES, None, "")),
-        (1, ("POST", RESOURCES, provision, "resource")),
+        (0.3, ("POST", RESOURCES, provision, "resource")),
         (2, ("GET", f"{RESOURCES}/{resource}", None, "")),
         (1, ("POST", f"{RESOURCES}/estimate-cost", provision, "")),
         (1, ("POST", f"{RESOURCES}/{resource}/extend-expiry", {"seconds": 600}, "")),
-        (0.5, ("POST", f"{RESOURCES}/{resource}/stop", None, "")),
-        (2, ("POST", SESSIONS, create, "session")),
-        (1, ("POST", SESSIONS, resumed, "session")),
+        (0.03, ("POST", f"{RESOURCES}/{resource}/stop", None, "")),
+        (0.3, ("POST", SESSIONS, create, "session")),
+        (0.3, ("POST", SESSIONS, resumed, "session")),
         (1, ("GET", SESSIONS, None, "")),
         (1, ("GET", f"{SESSIONS}/{session}", None, "")),
         (1, ("PATCH", f"{SESSIONS}/{session}", {"display_name": "a", "metadata": {}}, "")),
-        (1, ("POST", f"{SESSIONS}/{session}/stop", None, "")),
+        (0.1, ("POST", f"{SESSIONS}/{session}/stop", None, "")),
         (2, ("POST", f"{SESSIONS}/{session}/payloads/upload-url", None, "payload")),
         (
             1,

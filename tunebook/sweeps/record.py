@@ -246,7 +246,7 @@ def recorded_overrides(sweep: SweepDir) -> list[tuple[str, ...]]:
 def config_hash(config: RecipeConfig) -> str:
     """16 hex digits over the public part of a trial's config, wherever its run lies."""
     public = redact_config(as_dict(config), os.environ)
-    for key in ("runs_dir", "dry_run", "sweep"):
+    for key in ("runs_dir", "sweep"):
         del public[key]
     return hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -1,10 +1,12 @@
 """Errors of the service as ours, waiting that ends, and resources that do not come up."""
 
 import asyncio
+import logging
 import os
+import re
 import signal
-import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -27,7 +29,7 @@ from tunebook.backends.together.loop import LoopThread
 from tunebook.backends.together.queue import Operation, RemoteQueue
 from tunebook.backends.together.resource import ModelResource
 from tunebook.errors import BackendError, NonFiniteError
-from tunebook.notices import Notes
+from tunebook.notices import LOG, Notes
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,24 @@ def test_a_resource_in_use_is_kept_alive(monkeypatch) -> None:
     assert 3 <= len(asked) <= 8 and set(asked) == {60}
 
 
+@contextmanager
+def interrupted_at(pattern):
+    """Ctrl-C at the moment when the first notice of this pattern is shown."""
+
+    class Interrupting(logging.Handler):
+        def emit(self, record):
+            if re.search(pattern, record.getMessage()):
+                LOG.removeHandler(self)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    handler = Interrupting()
+    LOG.addHandler(handler)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+
+
 def test_what_does_not_come_up_does_not_bill(tmp_path, caplog) -> None:
     """T14 and case 110: too slow, interrupted, failed, no place for the session; then errors of
     operations. That the ledger is empty is checked after every test."""
@@ -191,15 +211,14 @@ def test_what_does_not_come_up_does_not_bill(tmp_path, caplog) -> None:
         with pytest.raises(RemoteError, match=r"backend\.ready_timeout") as caught:
             opened(ready_timeout=0.3)
         assert (caught.value.code, caught.value.category) == ("not_ready", "capacity")
-        interrupt = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
-        interrupt.start()
-        with pytest.raises(KeyboardInterrupt):
+        caplog.clear()
+        with interrupted_at("is (PENDING|CREATING)"), pytest.raises(KeyboardInterrupt):
             opened()
         with pytest.raises(RemoteError, match="PROVISIONING_FAILED"):
             opened()
         with pytest.raises(RemoteError, match="takes no more sessions"):
             opened()
-        assert caplog.text.count("created") == 4
+        assert caplog.text.count("created") == caplog.text.count("stopped") == 3
         for expected in ("resource_exhausted", "non_finite"):
             backend, session = opened()
             with pytest.raises(BackendError if expected != "non_finite" else NonFiniteError) as bad:

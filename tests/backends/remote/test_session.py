@@ -111,7 +111,7 @@ def test_checkpoints_are_checked(attach, tmp_path) -> None:
         backend.open_session(
             "x", make_lora(), directory=tmp_path, restore=CheckpointRef("x", str(tmp_path), True)
         )
-    with pytest.raises(ConfigError, match="full weights"):
+    with pytest.raises(ConfigError, match="it trains adapters only"):
         backend.check(None, None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -133,8 +134,12 @@ class TogetherBackend:
         self._tokenizer = (tokenizer or model, revision, chat_template, trust_remote_code)
         self._connection: Connection | None = None
         self._sessions: dict[str, TogetherSession] = {}
+        self._opening = threading.RLock()
+        """Sweeps open sessions in several threads, and only one may make the resource."""
         self._full_weights_used = False
         self._closed = False
+        self._one_connection = threading.Lock()
+        """Several threads may open their first sessions at once; all share one resource."""
 
     def __enter__(self) -> Self:
         return self
@@ -165,6 +170,7 @@ class TogetherBackend:
             losses=None,
             max_seq_len=offer.max_seq_len,
             temperature=False,
+            stop_ids=False,
             bills=True,
             files=False,
         )
@@ -239,17 +245,44 @@ class TogetherBackend:
         restore: CheckpointRef | None = None,
         with_optimizer: bool = True,
     ) -> TogetherSession:
-        if self._closed:
-            raise BackendError("this backend is closed")
-        if name in self._sessions:
-            raise BackendError(f"a session called {name!r} is open already; give another name")
         if lora is not None:
             lora_config(lora)
         if restore is not None and restore.path.is_absolute():
             raise not_on_service(restore)
+        with self._opening:
+            if self._closed:
+                raise BackendError("this backend is closed")
+            if name in self._sessions:
+                raise BackendError(f"a session called {name!r} is open already; give another name")
+            session = self._open(name, lora, directory, (restore, with_optimizer))
+            self._sessions[name] = session
+            return session
+
+    def close(self) -> None:
+        """Stops a resource that was made, with its sessions; a borrowed one keeps running."""
+        if self._closed:
+            return
+        self._closed = True
+        with shielded():  # a second Ctrl-C waits for the stop
+            try:
+                for session in list(self._sessions.values()):
+                    session.close()
+            finally:
+                if self._connection is not None:
+                    self._connection.close()
+
+    def _open(
+        self,
+        name: str,
+        lora: LoraConfig | None,
+        directory: Path,
+        start: tuple[CheckpointRef | None, bool],
+    ) -> TogetherSession:
+        """A session that begins from a checkpoint, with or without its optimizer."""
         connection = self._connect(lora is not None)
         resource = connection.resource
-        resource.require(lora=lora is not None, run=str(directory))
+        resource.require(lora=lora is not None, run=str(directory.parent))
+        restore, with_optimizer = start
         if lora is None and restore is not None and self._full_weights_used:
             # The weights of such a resource go on from one session to the next.
             connection.loop.run(resource.renew())
@@ -292,7 +325,7 @@ class TogetherBackend:
                 with_optimizer=False,
             )
 
-        session = TogetherSession(
+        return TogetherSession(
             name,
             lora,
             queue,
@@ -304,21 +337,6 @@ class TogetherBackend:
             open_at=open_at,
             on_close=lambda: self._end(name, queue),
         )
-        self._sessions[name] = session
-        return session
-
-    def close(self) -> None:
-        """Stops a resource that was made, with its sessions; a borrowed one keeps running."""
-        if self._closed:
-            return
-        self._closed = True
-        with shielded():  # a second Ctrl-C waits for the stop
-            try:
-                for session in list(self._sessions.values()):
-                    session.close()
-            finally:
-                if self._connection is not None:
-                    self._connection.close()
 
     def _end(self, name: str, queue: RemoteQueue) -> None:
         """Gives the place of a session on the service to another one."""
@@ -329,27 +347,31 @@ class TogetherBackend:
             self._connection.say()
 
     def _connect(self, lora: bool) -> Connection:
-        if self._connection is None:
-            what = {
-                "base_model": self._service_model,
-                "compute_config": {
-                    "num_generator_replicas": self._generator_replicas,
-                    **({"gpu_type": self._gpu_type} if self._gpu_type else {}),
-                },
-                "optimizer_config": OPTIMIZERS[self._optimizer],
-                "inactive_timeout": self._inactive_timeout,
-            }
-            settings = ResourceSettings(
-                service=self._catalogue.service,
-                borrowed_id=self._borrowed_id,
-                what=what,
-                inactive_timeout=self._inactive_timeout,
-                ready_timeout=self._ready_timeout,
-                keep_alive=self._keep_alive,
-                price=None if self._borrowed_id else self._catalogue.price_per_hour(lora),
-            )
-            self._connection = Connection(settings, retry_budget=self._retry_budget)
-        return self._connection
+        with self._one_connection:
+            if self._connection is None:
+                self._connection = self._make_connection(lora)
+            return self._connection
+
+    def _make_connection(self, lora: bool) -> Connection:
+        what = {
+            "base_model": self._service_model,
+            "compute_config": {
+                "num_generator_replicas": self._generator_replicas,
+                **({"gpu_type": self._gpu_type} if self._gpu_type else {}),
+            },
+            "optimizer_config": OPTIMIZERS[self._optimizer],
+            "inactive_timeout": self._inactive_timeout,
+        }
+        settings = ResourceSettings(
+            service=self._catalogue.service,
+            borrowed_id=self._borrowed_id,
+            what=what,
+            inactive_timeout=self._inactive_timeout,
+            ready_timeout=self._ready_timeout,
+            keep_alive=self._keep_alive,
+            price=None if self._borrowed_id else self._catalogue.price_per_hour(lora),
+        )
+        return Connection(settings, retry_budget=self._retry_budget)
 
     def _download(self, checkpoint_id: str, directory: Path) -> Path:
         """The folder, with what an inference checkpoint is made of and the tokenizer."""

@@ -176,6 +176,7 @@ async def _open_client(
 ) -> Any:
     """The SDK's client on the loop that this runs on."""
     import httpx
+    import together.post_training  # noqa: F401  (its import makes long token lists fast to send)
     from together import AsyncTogether, DefaultAsyncHttpxClient
 
     return AsyncTogether(

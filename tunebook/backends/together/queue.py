@@ -151,6 +151,9 @@ class RemoteQueue:
             self._notes.say()
             if done:
                 return
+            for task in self._tasks:
+                if task.done() and not self._closed:
+                    task.result()  # a fault of ours: nothing would ever come back
             now = time.monotonic()
             idle_s = now - max(started, self._progress_at)
             if self._stall_timeout is not None and idle_s >= self._stall_timeout:
