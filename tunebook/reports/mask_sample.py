@@ -52,12 +52,15 @@ def mask_sample_html(run: RunDir) -> str:
     file = run.path / FILE
     if not file.is_file():
         return ""
-    blocks = [_block(each) for each in read_json(file)]
+    sample = read_json(file)
+    blocks = "".join(map(_block, sample))
+    if not any(piece["weight"] for each in sample for piece in each["pieces"]):
+        return f"<h3>Rendered prompts</h3>{blocks}" if blocks else ""
     legend = (
         '<p class="tokens small"><b class="on">trained</b> <b class="part">trained with another '
         "weight</b> not trained; hover over a token for its id, position and weight</p>"
     )
-    return f"<h3>What is trained, token by token</h3>{legend}{''.join(blocks)}" if blocks else ""
+    return f"<h3>What is trained, token by token</h3>{legend}{blocks}"
 
 
 def _block(sample: dict[str, Any]) -> str:

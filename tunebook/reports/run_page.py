@@ -64,14 +64,17 @@ def state_class(state: str) -> str:
 
 def config_differences(recipe: str, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> its default and its value, where a config departs from those of its recipe."""
-    ours, defaults = flattened(config), flattened(_defaults(recipe))
-    differing = [key for key in ours if ours[key] != defaults.get(key, UNSET)]
-    differing += [key for key in defaults if key not in ours and defaults[key] not in (None, {})]
+    ours, defaults = _flat(config), _flat(_defaults(recipe))
     return {
         key: (defaults.get(key, UNSET), ours.get(key, UNSET))
-        for key in sorted(differing)
-        if key not in WHERE
+        for key in sorted(ours.keys() | defaults.keys())
+        if ours.get(key) != defaults.get(key) and key not in WHERE
     }
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value; an empty section says as much as none."""
+    return {key: None if value == {} else value for key, value in flattened(config).items()}
 
 
 @cache
@@ -182,7 +185,12 @@ def _rollouts(rollouts: Sequence[Mapping[str, Any]]) -> str:
         return ""
     advantages = [each.get("advantage") for each in rollouts]
     columns = {
-        "prompt": [each.get("prompt") for each in rollouts],
+        "prompt": [
+            None
+            if before is not None and before.get("prompt") == each.get("prompt")
+            else each.get("prompt")
+            for before, each in zip([None, *rollouts], rollouts, strict=False)
+        ],
         "completion": [each.get("completion") for each in rollouts],
         "reward": [reward_text(each.get("reward")) for each in rollouts],
         "advantage": ["" if each is None else f"{each:+.2f}" for each in advantages],

@@ -35,10 +35,11 @@ class _Axis:
             low, high, at = math.log10(low), math.log10(high), math.log10(value)
         return self.begin + (at - low) / (high - low) * (self.end - self.begin)
 
-    def ticks(self) -> list[float]:
+    def ticks(self, *, whole: bool = False) -> list[float]:
         if self.is_log:
             return _log_ticks(self.low, self.high)
-        return _ticks(self.low, self.high)
+        found = _ticks(self.low, self.high)
+        return [value for value in found if not whole or value == round(value)]
 
 
 def svg_of(chart: Chart) -> str:
@@ -52,7 +53,11 @@ def svg_of(chart: Chart) -> str:
     floor = (0.0,) if chart.from_zero else ()
     y_axis = _axis((*y_values, *floor), HEIGHT - BOTTOM, TOP, pad=0.04)
     tried = sorted(set(x_values))
-    marked = tried if is_scatter and len(tried) <= MOST_TRIED else x_axis.ticks()
+    marked = (
+        tried
+        if is_scatter and len(tried) <= MOST_TRIED
+        else x_axis.ticks(whole=chart.x_label == "step")
+    )
     parts = [*_grid(x_axis, y_axis, marked), *_titles(chart)]
     for series in chart.series:
         parts += _series(series, x_axis, y_axis, chart.x_label)

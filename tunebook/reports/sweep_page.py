@@ -98,12 +98,13 @@ def _over_key(table: SweepTable, key: str, labels: dict[int, str]) -> Chart:
         and math.isfinite(row[best])
     ]
     values = {value for value, _, _ in found}
+    title = f"{best} by {key}"
     series: list[Series] = []
     if len(values) > 1:
         points = [(float(value), result) for value, result, _ in found]
-        series = [Series(best, points, Style.DOTS, 3, [label for _, _, label in found])]
+        series = [Series(title, points, Style.DOTS, 3, [label for _, _, label in found])]
     is_log = bool(values) and min(values) > 0 and max(values) / min(values) >= LOG_FROM
-    return Chart(f"by_{key}", f"{best} by {key}", series, x_label=key, x_is_log=is_log)
+    return Chart(f"by_{key}", title, series, x_label=key, x_is_log=is_log)
 
 
 def _cards(sweep: SweepDir, table: SweepTable) -> dict[str, tuple[str, str]]:

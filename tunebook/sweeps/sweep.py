@@ -124,7 +124,7 @@ class Sweep:
         if self._sweep is None or not self._begun:
             return 0
         self._show_states(self._sweep)
-        self._say(f"Its report is {write_sweep_report(self._sweep)}")
+        write_sweep_report(self._sweep)
         return 0 if all(trial.state in FINAL for trial in self._trials) else 1
 
     def _trial(self, number: int, overrides: Sequence[str], config: RecipeConfig) -> Trial:
