@@ -12,13 +12,13 @@ RECIPES = ["sft", "dpo", "grpo"]
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kill_9_at_seeded_moments_changes_nothing_in_the_end(recipe: str) -> None:
-    """Six of each here; `python -m tests.runs.kills` makes 50 over all, or any number."""
-    check(recipe, by="kill", moments=6)
+    """Five of each here; `python -m tests.runs.kills` makes 50 over all, or any number."""
+    check(recipe, by="kill", moments=5)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_disk_that_fills_at_seeded_moments_changes_nothing_in_the_end(recipe: str) -> None:
-    check(recipe, by="full-disk", moments=4)
+    check(recipe, by="full-disk", moments=3)
 
 
 def check(recipe: str, *, by: str, moments: int) -> None:
