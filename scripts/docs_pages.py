@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +298,8 @@ def error_head(code: str) -> str:
     )
 
 
-def error_classes() -> list[ErrorClass]:
+@cache
+def error_classes() -> tuple[ErrorClass, ...]:
     """Every code that an error class of the source sets, by code; and those without a class."""
     found: dict[str, ErrorClass] = {}
     for path in sorted((ROOT / "tunebook").rglob("*.py")):
@@ -313,7 +315,7 @@ def error_classes() -> list[ErrorClass]:
         ErrorClass("", (), code, category, exit_code, meaning)
         for code, (category, exit_code, meaning) in WITHOUT_CLASS.items()
     ]
-    return sorted(errors, key=lambda error: str(error.code))
+    return tuple(sorted(errors, key=lambda error: str(error.code)))
 
 
 def _read_class(node: ast.ClassDef) -> ErrorClass:

@@ -85,7 +85,7 @@ def test_watching_goes_on_until_the_run_has_ended(tmp_path, monkeypatch):
     text = console.file.getvalue()
     assert looks == [1, 2, 3]
     assert "step 0 of 2, 0%" in text and "step 1 of 2, 50%" in text
-    assert "3 s a step, about 3 s left" in text
+    assert "3 s a step, about 3.0 s left" in text
     assert text.rstrip().rfind("succeeded") > text.rfind("running")
 
 
