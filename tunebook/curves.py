@@ -68,7 +68,7 @@ def loss_curve(
     # Braille has 2 x 4 dots in a character; ASCII one.
     across, down = (2, 4) if unicode else (1, 1)
 
-    def place(point: Point) -> tuple[int, int]:
+    def place(point: tuple[float, float]) -> tuple[int, int]:
         x = (point[0] - first) / max(last - first, 1) * (columns * across - 1)
         y = (high - point[1]) / (high - low) * (height * down - 1)
         return round(x), round(y)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.serve.requests import ADAM, CROSS_ENTROPY, LORA, SEQUENCES, Wire, model_input, sample_of
-from tests.serve.server import TINY, ServerProcess
+from tests.serve.server import TINY, ServerProcess, wait_until
 from tunebook.errors import ConfigError
 from tunebook.serve.app import Engine, Server
 from tunebook.serve.state import Settings
@@ -113,7 +113,7 @@ def test_what_a_server_saves_comes_back(own):
         assert {row[0] for row in database.execute(query)} & set(snapshots) == {between}
     wire.run(ahead, "weights-sync", SYNC)
     assert wire.run(ahead, "sample", SAMPLE) != sampled[1]
-    assert len(list((own.home / "sessions" / ahead).glob("snapshot-*"))) == 1
+    wait_until(lambda: len(list((own.home / "sessions" / ahead).glob("snapshot-*"))) == 1)
 
 
 def test_keys_and_results_outlive_a_kill(own):

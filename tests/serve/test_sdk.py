@@ -45,7 +45,7 @@ def forward(session):
 
 
 def test_the_catalogue_and_the_price_are_known_before(server, client):
-    (model,) = client.post_training.supported_models.retrieve().data
+    (model,) = client.post_training.supported_models.get().data
     assert model.base_model == server.model
     lora = model.compute_configs[0].trainer_config.lora
     assert lora.max_batch_size == 4096 and lora.max_seq_length > 100

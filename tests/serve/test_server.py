@@ -1,14 +1,17 @@
 """The server as a web server: who may ask, what is found, pages, files, large bodies."""
 
+import asyncio
 import json
-import socket
 
 import pytest
+from starlette.requests import Request
 
 from tests.serve.requests import CROSS_ENTROPY, SEQUENCES, Wire, sample_of
 from tests.serve.server import ServerProcess
 from tunebook.errors import ConfigError
+from tunebook.serve.answers import read_body
 from tunebook.serve.command import bound_socket, is_loopback, serve
+from tunebook.serve.errors import ApiError
 
 SETTINGS = {
     "model": "m",
@@ -125,24 +128,30 @@ def test_bodies_that_are_no_objects_are_refused(wire, body, status):
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_a_body_may_not_be_too_large(tmp_path, server):
+def test_a_body_may_not_be_too_large():
     """Declared, or in pieces that say nothing of their sum."""
-    address = ("127.0.0.1", server.port)
-    head = b"POST /v1/rl/model-resources HTTP/1.1\r\nhost: x\r\nauthorization: Bearer x\r\n"
-    with socket.create_connection(address) as connection:
-        connection.sendall(head + b"content-length: 99999999999\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
-    piece = b"%x\r\n" % (1 << 20) + b" " * (1 << 20) + b"\r\n"
-    with socket.create_connection(address) as connection:
-        connection.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
-        received = b""
-        try:
-            for _ in range(80):
-                connection.sendall(piece)
-            received = connection.recv(65536)
-        except (BrokenPipeError, ConnectionResetError):
-            received = received or connection.recv(65536)
-        assert received.startswith(b"HTTP/1.1 413")
+
+    def read(pieces, *headers):
+        messages = iter(
+            [{"type": "http.request", "body": one, "more_body": True} for one in pieces]
+            + [{"type": "http.request", "body": b"", "more_body": False}]
+        )
+
+        async def receive():
+            return next(messages)
+
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": list(headers)}
+        return asyncio.run(read_body(Request(scope, receive), max_bytes=10))
+
+    assert read([b"12345", b"67890"]) == b"1234567890"
+    for pieces, headers in (
+        ([b"12345", b"67890", b"1"], []),
+        ([b"1"], [(b"content-length", b"11")]),
+        ([b"1"], [(b"content-length", b"9" * 5000)]),
+    ):
+        with pytest.raises(ApiError, match="larger than 10 bytes") as caught:
+            read(pieces, *headers)
+        assert caught.value.status == 413
 
 
 def test_lists_come_in_pages(server, wire):

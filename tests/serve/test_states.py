@@ -298,10 +298,9 @@ def test_hosted_rates_say_how_long_to_wait(tmp_path, clock):
         create(state)
     assert caught.value.status == 429 and 0 < int(caught.value.headers["retry-after"]) <= 180
     session = open_session(state, made[0])
-    first = submit(state, session)
-    for number in range(39):
-        submit(state, session, key=str(number))
-    with pytest.raises(ApiError, match="optim-step"):
-        submit(state, session, key="one too many")
-    assert submit(state, session).id == first.id  # It was made before.
+    kind, body = "training-checkpoint", b""
+    made = [submit(state, session, key=key, kind=kind, body=body) for key in "abcde"]
+    with pytest.raises(ApiError, match="training-checkpoint"):
+        submit(state, session, key="f", kind=kind, body=body)
+    assert submit(state, session, key="a", kind=kind, body=body).id == made[0].id
     store.close()

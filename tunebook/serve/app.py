@@ -108,6 +108,7 @@ class Server:
             self.state,
             self._payloads,
             {
+                "model_name": engine.model,
                 "dtype": "float32",
                 "revision": engine.revision,
                 "trust_remote_code": engine.trust_remote_code,

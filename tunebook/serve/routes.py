@@ -268,7 +268,7 @@ class Routes:
             operation = self._submit(session_id, kind, key, body)
         else:
             operation = await run_in_threadpool(self._submit, session_id, kind, key, body)
-        return Json(_operation_wire(operation, None))
+        return Json(self._operation_wire(session_id, operation.id, kind))
 
     def _submit(self, session_id: str, kind: str, key: str | None, body: bytes) -> Operation:
         payload_id = sessions.payload_of(body)
@@ -284,17 +284,25 @@ class Routes:
         await state.waiters.until(
             identity, lambda: identity not in state.operations, timeout=self._settings.poll_s
         )
-        live = state.operations.get(identity)
-        if live is not None and not live.ended:
-            found = live, None
-        else:
-            found = state.store.operation(session_id, identity)
-        if found is None or found[0].kind != kind or found[0].session_id != session_id:
+        return Json(self._operation_wire(session_id, identity, kind))
+
+    def _operation_wire(self, session_id: str, identity: str, kind: str) -> dict[str, Any] | bytes:
+        """An operation as it is now, with its output if it has completed.
+
+        A submission may find it completed as well, when it is sent again.
+        """
+        live = self._state.operations.get(identity)
+        found = self._state.store.operation(session_id, identity)
+        if found is None or found[0].kind != kind:
             raise not_found(f"{kind} operation", identity)
-        if found[0].status is OperationStatus.COMPLETED and found[1] is None:
+        operation, output = found
+        # Whether it has ended is asked of the store alone: the live record moves on meanwhile.
+        if not operation.ended and live is not None and live.status is OperationStatus.RUNNING:
+            operation.status = OperationStatus.RUNNING
+        if operation.status is OperationStatus.COMPLETED and output is None:
             message = f"the result of {identity} is no longer kept"
             raise ApiError(410, message, code="result_gone")
-        return Json(_operation_wire(*found))
+        return _stored_wire(operation, output)
 
     # Payloads.
 
@@ -411,7 +419,7 @@ def _kind_of(request: Request) -> str:
     return kind
 
 
-def _operation_wire(operation: Operation, output: bytes | None) -> dict[str, Any] | bytes:
+def _stored_wire(operation: Operation, output: bytes | None) -> dict[str, Any] | bytes:
     status = f"TRAINING_OPERATION_STATUS_{operation.status}"
     if output is not None:
         head = f'{{"id":"{operation.id}","status":"{status}","output":'

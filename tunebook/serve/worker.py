@@ -412,6 +412,11 @@ class Worker:
         self._ended_at.pop(session.id, None)
         if trainee is not None:
             trainee.close()
+        # First: it is on its way to its end already, and whoever sees that can rely on it.
+        for folder in (state.settings.home / "sessions" / session.id).glob(f"{SNAPSHOT}*"):
+            shutil.rmtree(folder)
+        if session.lora is None and session.resources_id in self._full:
+            self._full.pop(session.resources_id).close()
         with state.lock, state.store.transaction():
             assert lane.ending is not None
             session.status = lane.ending
@@ -425,10 +430,6 @@ class Worker:
             state.save(session)
         for queued in unrun:
             self._ended(queued)
-        for folder in (state.settings.home / "sessions" / session.id).glob(f"{SNAPSHOT}*"):
-            shutil.rmtree(folder)
-        if session.lora is None and session.resources_id in self._full:
-            self._full.pop(session.resources_id).close()
         settle_stopped(state, session.resources_id)
 
     def _lose(self, lane: Lane, message: str) -> None:
