@@ -78,8 +78,8 @@ summary { cursor: pointer; color: var(--faint); margin: .5rem 0; }
 .bars td:last-child { width: 100%; }
 .bar { display: inline-block; height: .8rem; background: var(--c0); border-radius: 2px;
   min-width: 1px; vertical-align: -.08rem; margin-right: .4rem; }
-@media (max-width: 34rem) { .texts td { min-width: 4.6rem; } dl { grid-template-columns: 1fr; gap: 0; }
-  dd { margin-bottom: .5rem; } }
+@media (max-width: 34rem) { .texts td { min-width: 4.6rem; }
+  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; } }
 """
     + "".join(
         f".c{n} {{ stroke: var(--c{n}); }} circle.c{n} {{ fill: var(--c{n}); }}\n"
