@@ -102,8 +102,9 @@ def test_what_a_server_saves_comes_back(own):
         session: len(list((own.home / "sessions" / session).glob("snapshot-*")))
         for session in (synced, ahead, between)
     }
-    # Of `between` nothing could be saved: a gradient was outstanding at its weights-sync.
-    assert snapshots == {synced: 1, ahead: 2, between: 0}
+    # Of `between` nothing could be saved: a gradient was outstanding at its weights-sync. How many
+    # there are of the others depends on what their work took and on what has been discarded yet.
+    assert snapshots[synced] and snapshots[ahead] and not snapshots[between]
     assert [wire.run(session, "sample", SAMPLE) for session in snapshots] == sampled
     assert [wire.logprobs(session) for session in snapshots] == logprobs
     steps = [wire.get(f"training-sessions/{session}").json()["step"] for session in snapshots]
