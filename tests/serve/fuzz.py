@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -405,6 +406,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=6)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(Path(folder) / "home").start()
         try:
