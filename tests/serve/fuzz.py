@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -34,6 +35,9 @@ from tests.serve.server import ServerProcess
 SLOWEST_S = 40.0
 """Longest that an answer may take; the server holds a poll for some 20 s."""
 MAX_GROWTH_MB = 80.0
+WARM_S = 150.0
+"""The allocators of Python and torch keep what the largest requests needed; they have met those by
+then, so that memory is compared in longer runs only."""
 MAX_NEW_FILES = 10
 SLOW_CLIENTS = 12
 GARBAGE = (
@@ -256,7 +260,7 @@ class Fuzz:
         assert answer.status is not None
         if answer.status >= 500:
             self.find(f"{answer.status}: {attempt}: {answer.body[:600]!r}")
-        is_file = "/files/" in attempt.target and answer.status < 300
+        is_file = "/files/" in attempt.target
         is_redirect = 300 <= answer.status < 400
         is_api = attempt.target.startswith("/v1/") and attempt.method != "HEAD"
         if is_file or is_redirect or not is_api:
@@ -290,6 +294,9 @@ class Fuzz:
         if attempt.what in KINDS:
             code = str(error.get("code")) if isinstance(error, dict) else content.get("status")
             self.ends[attempt.what, str(code).rpartition("OPERATION_")[2]] += 1
+            if attempt.method == "POST":
+                path = attempt.target.partition("?")[0]
+                self.world.learn("operation", f"{path}/{content.get('id')}")
         if isinstance(error, dict) and "INTERNAL_ERROR" in str(error.get("code")):
             self.find(f"internal error of an operation: {attempt}: {error}")
         output = content.get("output")
@@ -316,13 +323,13 @@ class Fuzz:
         for session in sessions[:3]:
             self.world.learn("session", session)
 
-    def poll_operations(self, rng: Random) -> None:
-        """Looks at how some operations ended."""
-        for kind in KINDS:
-            path = f"{SESSIONS}/{self.world.pick(rng, 'session')}/operations/{kind}"
-            target = f"{path}/{self.world.pick(rng, kind)}"
+    def poll_operations(self) -> None:
+        """Looks at how the latest operations ended."""
+        with self.world.lock:
+            targets = list(self.world.ids["operation"])
+        for target in targets:
             headers = (("Authorization", "Bearer any"),)
-            attempt = Attempt("GET", target, headers, b"", kind)
+            attempt = Attempt("GET", target, headers, b"", target.split("/")[-2])
             pieces = [attempt.head(length=None)]
             self._judge(attempt, exchange(self.address, pieces, method="GET"))
 
@@ -363,11 +370,11 @@ def run_fuzz(server: ServerProcess, *, seed: int, seconds: float, workers: int) 
     threads.append(threading.Thread(target=fuzz.slow_clients))
     for thread in threads:
         thread.start()
-    begin, rng, memory = time.monotonic(), Random(seed), 0.0
+    begin, memory = time.monotonic(), 0.0
     try:
         while fuzz.running and (elapsed := time.monotonic() - begin) < seconds:
             fuzz.tend()
-            fuzz.poll_operations(rng)
+            fuzz.poll_operations()
             _compare(fuzz, fuzz.training(witness), expected, "during the attack")
             fuzz.ask("GET", "/health")
             print(f"{elapsed:.0f} s: {fuzz.memory_mb():.0f} MB, {fuzz.open_files()} files")
@@ -385,7 +392,7 @@ def run_fuzz(server: ServerProcess, *, seed: int, seconds: float, workers: int) 
     print(f"{fuzz.statuses.total()} requests: {sorted(fuzz.statuses.items(), key=str)}")
     print(f"operations: {sorted(fuzz.ends.items())}")
     print(f"memory {memory:.0f} MB, grown by {grown:.1f} MB; open files {files}, {new} more")
-    if grown > MAX_GROWTH_MB:
+    if seconds / 2 > WARM_S and grown > MAX_GROWTH_MB:
         fuzz.find(f"memory grew by {grown:.1f} MB in the second half")
     if new > MAX_NEW_FILES:
         fuzz.find(f"{new} files more are open than at the beginning")
@@ -405,6 +412,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=6)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(Path(folder) / "home").start()
         try:

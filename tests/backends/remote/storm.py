@@ -13,6 +13,7 @@ most of the faults here do, with a few milliseconds, so that 1,000 steps take mi
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -236,6 +237,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     steps = options.steps or {"faults": 1000, "kill-server": 60, "kill-client": 40}[options.what]
     with tempfile.TemporaryDirectory() as name:
         os.environ["TUNEBOOK_HOME"] = f"{name}/tunebook"
