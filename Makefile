@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 BENCH ?= all
 
-.PHONY: quickstart setup test notebooks lint test-real smollm2 bench format build clean help
+.PHONY: quickstart setup test notebooks lint test-real smollm2 bench docs format build clean help
 
 help: ## show the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -37,6 +37,9 @@ bench: $(STAMP) smollm2 ## compare with TRL, an hour or more on 2 idle cores; BE
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks.report
+
+docs: $(STAMP) ## the documentation as a web site, in build/site/
+	$(BIN)/python -m mkdocs build
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

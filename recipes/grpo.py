@@ -171,6 +171,7 @@ def prepare(config: GRPOConfig) -> Task:
         samples=True,
         num_sessions=num_sessions,
         temperature=config.rollout.temperature,
+        stop=config.rollout.stop,
     )
     tracker = build(config.tracker, key="tracker") if config.tracker else None
     if tracker is not None:

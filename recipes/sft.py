@@ -119,7 +119,7 @@ def prepare(config: SFTConfig) -> Task:
     downgrades = downgrades_for(
         config,
         has_eval=eval_data is not None,
-        has_generator=can.has_generator,
+        loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
     )
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)

@@ -17,6 +17,7 @@ import typer
 
 from tunebook import __version__
 from tunebook.errors import ConfigError
+from tunebook.report_commands import add_report_commands
 from tunebook.runs_commands import (
     PASS_ON,
     AsJson,
@@ -168,6 +169,12 @@ def _serve(
     price_per_hour: Annotated[
         float, typer.Option(help="US dollars that cost estimates name.")
     ] = 0.0,
+    faults: Annotated[
+        Path | None, typer.Option(help="Plan of faults to make on purpose, for tests of clients.")
+    ] = None,
+    rates: Annotated[
+        str, typer.Option(help="How often clients may call: none, or hosted.")
+    ] = "none",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:<number> or mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     micro_batch_tokens: Annotated[
@@ -190,6 +197,8 @@ def _serve(
         token_env=token_env,
         max_sessions=max_sessions,
         price_per_hour=price_per_hour,
+        faults=faults,
+        rates=rates,
         engine={"device": device, "dtype": dtype, "micro_batch_tokens": micro_batch_tokens},
     )
 
@@ -466,6 +475,7 @@ def _print_outcomes(outcomes: Iterable[Any]) -> None:
 
 
 add_run_commands(app, lambda name: _recipe_module(name))
+add_report_commands(app)
 
 
 def _add_recipe_command(name: str, summary: str) -> None:

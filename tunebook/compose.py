@@ -60,7 +60,9 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
         raise explain_composition_error(error, recipe) from error
     for key, value in values.items():
         free = (
-            key in ("loss", "tracker", "environment") or FREE_SECTION.match(f"{key}=") is not None
+            key in ("loss", "tracker", "environment")
+            or FREE_SECTION.match(f"{key}=") is not None
+            or ("resume" in values and key.startswith("backend."))
         )
         _update(config, key, value, recipe, add=free)
     resume = config.get("resume")
@@ -133,8 +135,17 @@ FREE_SECTION = re.compile(
 
 
 def open_free_sections(lines: Sequence[str]) -> list[str]:
-    """Override lines with `++` put before keys that need not exist, so nobody has to know it."""
-    return [f"++{line}" if FREE_SECTION.match(line) else line for line in lines]
+    """Override lines with `++` put before keys that need not exist, so nobody has to know it.
+
+    Of a run that goes on those of the backend are among them: it has its own, whatever the default.
+    """
+    resumes = any(line.startswith("resume=") for line in lines)
+    return [
+        f"++{line}"
+        if FREE_SECTION.match(line) or (resumes and line.startswith("backend."))
+        else line
+        for line in lines
+    ]
 
 
 RESUMABLE = (

@@ -279,6 +279,8 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
 
 def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
     """A new run directory with config, plan, split, and frozen rows and tokens in it."""
+    from tunebook.reports.mask_sample import write_mask_sample
+
     config = replace(task.config, dry_run=False)
     run = RunDir.create(Path(config.runs_dir), recipe, config.name)
     with run.preparing():
@@ -286,14 +288,15 @@ def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
         fingerprint = freeze(task.rows, run, train_data=task.train_data, eval_data=task.eval_data)
         run.write_plan({**task.summary, "data_fingerprint": fingerprint})
         run.write_split(task.rows.split)
+        write_mask_sample(run, task.rows.train, task.train_data, task.tokenizer)
     run.add_time("preparing_s", preparing_s)
     return run
 
 
 def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     """Drains a training under a live display and prints what came of it; returns the exit code."""
-    from tunebook.html_report import write_html_report
     from tunebook.report import render_summary, rollouts_table, samples_table
+    from tunebook.reports.run_page import write_run_report
 
     console = make_console()
     newest = newest_checkpoint(run.checkpoints())
@@ -321,7 +324,7 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
         console.print(f"Answers before training and at step {after}:")
         console.print(samples_table(samples[before], samples[after]))
     render_summary(console, run)
-    write_html_report(run)
+    write_run_report(run)
     if run.record.state is RunState.CANCELLED:
         return 128 + (stop.signal_number or signal.SIGINT)
     return 0

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # transformers brings tqdm, which asks for widgets that nothing here needs.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
+DPI = 80
+"""Of curves: a notebook keeps them in its file."""
 STYLE = """
 .tunebook-tokens pre { white-space: pre-wrap; line-height: 1.7; margin: 0 0 1em; }
 .tunebook-tokens b { font-weight: inherit; background: rgba(46, 160, 67, .3); border-radius: 3px; }
@@ -112,5 +114,6 @@ def show_curves(run: RunDir) -> Picture:
             Path(folder) / "curves.png",
             title=f"{run.record.recipe} #{run.record.number}",
             best_step=None if evaluation is None else evaluation.best_step,
+            dpi=DPI,
         )
         return Picture(path.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,6 +82,7 @@ def check_backend(
     samples: bool = False,
     num_sessions: int = 1,
     temperature: float = 1.0,
+    stop: Sequence[str | int] = (),
 ) -> CheckedBackend:
     """What the config's backend is going to do, if it can do what the config asks for.
 
@@ -89,6 +91,7 @@ def check_backend(
         samples: the recipe cannot do without a generator.
         num_sessions: sessions that are open at a time.
         temperature: that log-probs are trained at.
+        stop: what ends a completion.
 
     Raises:
         ConfigError: names the setting and what the backend can do.
@@ -101,6 +104,12 @@ def check_backend(
         raise ConfigError(
             f"rollout.temperature={temperature:g}: this backend trains log-probs of temperature 1 "
             "only, so the ratio to the sampler's would be wrong; use rollout.temperature=1"
+        )
+    ids = [each for each in stop if isinstance(each, int)]
+    if ids and not can.stop_ids:
+        raise ConfigError(
+            f"rollout.stop={ids}: this backend stops at strings only, not at token ids; write them "
+            "as strings"
         )
     if num_sessions > 1 and (config.lora is None or can.max_sessions < num_sessions):
         why = (

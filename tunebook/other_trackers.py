@@ -163,6 +163,8 @@ class TrackioTracker:
             config=dict(run.config),
             resume="allow",
             embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def log(self, metrics: Mapping[str, float | int | None], step: int) -> None:

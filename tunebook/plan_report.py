@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tunebook.curves import sparkline
 from tunebook.display import can_draw, duration_text, short_path
-from tunebook.text_tables import add_line, as_text, count_text, print_table, two_columns
+from tunebook.text_tables import add_line, as_text, count_text, lines_of, print_table, two_columns
 
 BAR_WIDTH = 30
 
@@ -51,6 +51,21 @@ def plan_text(plan: Mapping[str, Any], *, width: int = 100, unicode: bool = True
     return as_text(_plan_table(plan, unicode=unicode), width)
 
 
+def data_lines(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a plan says about rows and tokens, as labels and texts; no histogram."""
+    table = two_columns()
+    _add_data(table, {**plan, "token_histogram": None}, unicode=True)
+    return lines_of(table)
+
+
+def run_lines(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a plan says about all but its data, as labels and texts."""
+    table = two_columns()
+    _add_head(table, plan)
+    _add_training(table, plan, unicode=True)
+    return lines_of(table)
+
+
 def downgrade_text(token: str) -> str:
     """A `setting:action:cause` token as words: `early stopping: disabled (no eval set)`."""
     setting, _, rest = token.partition(":")
@@ -67,6 +82,13 @@ def _place(text: Any) -> str:
 
 def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     table = two_columns()
+    _add_head(table, plan)
+    _add_data(table, plan, unicode=unicode)
+    _add_training(table, plan, unicode=unicode)
+    return table
+
+
+def _add_head(table: Table, plan: Mapping[str, Any]) -> None:
     head = " ".join(str(plan[key]) for key in ("recipe", "name") if plan.get(key))
     add_line(table, "plan", head)
     for key in (
@@ -74,9 +96,15 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
         "reward", "environment", "monitor",
     ):  # fmt: skip
         add_line(table, key.replace("_", " "), _place(plan.get(key)))
+
+
+def _add_data(table: Table, plan: Mapping[str, Any], *, unicode: bool) -> None:
     add_line(table, "data", ", ".join(map(_place, plan.get("data") or [])))
     _add_rows(table, plan)
     _add_tokens(table, plan, unicode)
+
+
+def _add_training(table: Table, plan: Mapping[str, Any], *, unicode: bool) -> None:
     _add_steps(table, plan)
     rates = plan.get("learning_rate") or []
     if rates:
@@ -94,7 +122,6 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     for number, sentence in enumerate(plan.get("notes") or []):
         add_line(table, "" if number else "rendering", sentence)
     add_line(table, "hash", plan.get("hash"))
-    return table
 
 
 def _add_rows(table: Table, plan: Mapping[str, Any]) -> None:

@@ -74,14 +74,14 @@ def plan_for(config: RecipeConfig, sources: tuple[MixedRows, ...]) -> Plan:
 
 
 def downgrades_for(
-    config: RecipeConfig, *, has_eval: bool, has_generator: bool = True
+    config: RecipeConfig, *, has_eval: bool, loses_samples: bool = False
 ) -> tuple[str, ...]:
     """Settings that this run cannot honour, as `setting:action:cause`.
 
     Args:
         config: of the run.
         has_eval: there are rows to evaluate.
-        has_generator: the backend can sample.
+        loses_samples: answers are asked for, of a backend that cannot sample.
 
     Raises:
         ConfigError: there are some and `strict` is set.
@@ -92,7 +92,7 @@ def downgrades_for(
             found.append("early_stopping:disabled:no_eval_set")
         if config.eval.monitor is not None:
             found.append("eval.monitor:ignored:no_eval_set")
-    if config.samples.num_prompts and not has_generator:
+    if loses_samples:
         found.append("samples:disabled:no_generator")
     if found and config.strict:
         raise ConfigError(

@@ -27,7 +27,14 @@ from tunebook.runs.files import without_surrogates
 from tunebook.runs.record import Evaluation, Preparation, RunRecord, RunState, StopReason
 from tunebook.runs.starting import override_line
 from tunebook.runs.status import shown_state
-from tunebook.text_tables import LABEL_WIDTH, add_line, as_text, print_table, two_columns
+from tunebook.text_tables import (
+    LABEL_WIDTH,
+    add_line,
+    as_text,
+    lines_of,
+    print_table,
+    two_columns,
+)
 
 __all__ = [
     "curve_of_run",
@@ -39,6 +46,7 @@ __all__ = [
     "render_summary",
     "rollouts_table",
     "samples_table",
+    "summary_lines",
     "summary_text",
 ]
 
@@ -54,6 +62,11 @@ def summary_text(run: RunDir, *, width: int = 100) -> str:
     Paths and commands are never broken, however narrow the lines.
     """
     return as_text(_summary_table(run), width) + "\n".join(_places(run)) + "\n"
+
+
+def summary_lines(run: RunDir) -> list[tuple[str, str]]:
+    """What became of a run, as labels and sentences."""
+    return lines_of(_summary_table(run))
 
 
 def render_summary(console: Console, run: RunDir) -> None:

@@ -62,7 +62,11 @@ def add_run_commands(app: typer.Typer, recipe_module: Callable[[str], Any]) -> N
         """Run a recipe; --detach trains in the background and survives the terminal."""
         _exit_with(lambda: recipe_module(recipe).main(list(context.args)))
 
-    @runs_app.command("resume", context_settings=PASS_ON)
+    @runs_app.command(
+        "resume",
+        context_settings={**PASS_ON, "allow_interspersed_args": True},
+        options_metavar="[OPTIONS] [KEY=VALUE]...",
+    )
     def _resume(
         context: typer.Context, run: OneRun, root: Root = Path("runs"), detach: Detach = False
     ) -> None:
@@ -126,7 +130,7 @@ def _list(
         return
     found = page_runs(root, limit=DEFAULT_PAGE if limit is None else limit, cursor=cursor)
     if as_json:
-        rows = [_as_json(run) for run in found.runs]
+        rows = [_record_json(run) for run in found.runs]
         _print_json({"runs": rows, "total": found.total, "next_cursor": found.next_cursor})
         return
     _print_runs(found.runs, root, as_json=False)
@@ -140,11 +144,11 @@ def _show(run: OneRun, root: Root = Path("runs"), as_json: AsJson = False) -> No
     """Show what a run did, with its loss curve."""
     from tunebook.display import make_console
     from tunebook.report import render_summary
-    from tunebook.runs import find_run
+    from tunebook.runs import find_run, run_status
 
     found = find_run(root, run)
     if as_json:
-        _print_json(_as_json(found))
+        _print_json(_status_json(run_status(found.path)))
         return
     render_summary(make_console(), found)
 
@@ -170,10 +174,10 @@ def _wait(
     path = find_run(root, run).path
     status = _interruptible(lambda: wait(path, poll_s=poll, timeout_s=timeout))
     if as_json:
-        _print_json(_as_json(RunDir.open(path)))
+        _print_json(_status_json(status))
     else:
         print(f"#{status.record.number} {status.record.id} {state_text(RunDir.open(path))}")
-    raise typer.Exit(_exit_code(status))
+    raise typer.Exit(exit_code_of(status))
 
 
 @runs_app.command("follow")
@@ -204,7 +208,7 @@ def _follow(
             print(line, flush=True)
         return run_status(path)
 
-    raise typer.Exit(_exit_code(_interruptible(print_events, cancel_path=path)))
+    raise typer.Exit(exit_code_of(_interruptible(print_events, cancel_path=path)))
 
 
 @runs_app.command("cancel")
@@ -220,13 +224,13 @@ def _cancel(
     and is not interrupted.
     """
     from tunebook.display import tunebook_command
-    from tunebook.runs import RunDir, cancel, find_run
+    from tunebook.runs import cancel, find_run
 
     path = find_run(root, run).path
     outcome = cancel(path, wait_s=timeout)
     record = outcome.status.record
     if as_json:
-        _print_json({**_as_json(RunDir.open(path)), "confirmed": outcome.confirmed})
+        _print_json({**_status_json(outcome.status), "confirmed": outcome.confirmed})
     elif outcome.confirmed:
         model = "with" if record.model_available else "without"
         print(f"#{record.number} {record.id} is cancelled, {model} a model.")
@@ -252,7 +256,8 @@ def _interruptible(act: Callable[[], Any], *, cancel_path: Path | None = None) -
         raise typer.Exit(130) from None
 
 
-def _exit_code(status: RunStatus) -> int:
+def exit_code_of(status: RunStatus) -> int:
+    """What a command that waited for a run exits with."""
     from tunebook.runs import RunState
     from tunebook.runs.status import INTERRUPTED, shown
 
@@ -284,14 +289,22 @@ def _started_text(started: Started, run: RunDir) -> str:
     return f"#{run.record.number} {run.record.id} attempt {attempt.number} ({said}) {begins}."
 
 
-def _as_json(run: RunDir) -> dict[str, Any]:
+def _record_json(run: RunDir) -> dict[str, Any]:
+    """What `run.json` holds, as it is now; reads nothing else, for long lists."""
     from tunebook.runs.record import record_to_json
-    from tunebook.runs.status import run_status, shown
+    from tunebook.runs.status import observed, shown
 
-    status = run_status(run.path)
+    record = observed(run)
+    return {**record_to_json(record), "path": str(run.path), "shown_state": shown(record)}
+
+
+def _status_json(status: RunStatus) -> dict[str, Any]:
+    from tunebook.runs.record import record_to_json
+    from tunebook.runs.status import shown
+
     return {
         **record_to_json(status.record),
-        "path": str(run.path),
+        "path": str(status.path),
         "shown_state": shown(status.record),
         "steps": status.steps,
         "planned_steps": status.planned_steps,
@@ -305,7 +318,7 @@ def _print_runs(runs: Sequence[RunDir], root: Path, *, as_json: bool) -> None:
     from tunebook.text_tables import columns_fit, print_columns
 
     if as_json:
-        _print_json([_as_json(run) for run in runs])
+        _print_json([_record_json(run) for run in runs])
         return
     if not runs:
         print(f"No runs in {root.absolute()}.")

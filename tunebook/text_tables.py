@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -39,8 +39,14 @@ def add_line(table: Table, label: str, text: Any, *, style: str = "") -> None:
         table.add_row(label, Text(redact(str(text), os.environ), style=style))
 
 
-def as_text(table: Table, width: int) -> str:
-    """The table as plain text without spaces at the ends of lines."""
+def lines_of(table: Table) -> list[tuple[str, str]]:
+    """The labels and texts of a table that `two_columns` made; "" = as the label before."""
+    labels, texts = (list(column.cells) for column in table.columns)
+    return [(str(label), str(text)) for label, text in zip(labels, texts, strict=True)]
+
+
+def as_text(table: RenderableType, width: int) -> str:
+    """A table, or what else rich can draw, as plain text without spaces at the ends of lines."""
     buffer = io.StringIO()
     console = Console(
         file=buffer, width=width, color_system=None, legacy_windows=False, force_jupyter=False

@@ -182,6 +182,9 @@ def test_a_retry_from_the_beginning_is_the_same_run_again(tmp_path):
     assert len(again.metrics()) == record.outcome.steps == 6
     assert (run.model_dir / "adapter_model.safetensors").read_bytes() != model
     assert call("runs", "retry", "1", cwd=tmp_path).returncode == 2
+    longer = call("runs", "resume", "1", "plan.epochs=3", cwd=tmp_path)
+    assert longer.returncode == 0, longer.stderr
+    assert RunDir.open(run.path).record.outcome.steps == 9
 
 
 @pytest.mark.parametrize(

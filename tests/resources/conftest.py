@@ -40,7 +40,11 @@ def url(server, home, monkeypatch):
         monkeypatch.setenv("TOGETHER_BASE_URL", address)
         yield address
         server.reply.set()
-        until(lambda: not watchdogs(home))
+        try:
+            until(lambda: not watchdogs(home))
+        finally:
+            for dog in watchdogs(home):
+                os.kill(dog, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -82,6 +86,11 @@ def heard(process, word):
         if line.startswith(word):
             return line.removeprefix(word).strip()
     raise AssertionError(f"the process ended without saying {word!r}")
+
+
+def logged(ledger):
+    """What the watchdogs of a ledger have said."""
+    return ledger.log_path.read_text() if ledger.log_path.exists() else ""
 
 
 def kill(process):

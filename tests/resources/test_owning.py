@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.resources.conftest import watchdogs
+from tests.resources.conftest import logged, watchdogs
 from tests.resources.owner import PATIENCE, WHAT
 from tests.resources.server import until
 from tunebook.resources import ReplyLost, ServiceError, owned_resource, owning, watchdog
@@ -66,7 +66,7 @@ def test_a_stop_that_fails_is_said_hides_nothing_and_is_tried_on(own, server, le
     until(lambda: not watchdogs(home))
     assert server.stops() == [(resource_id, "force=true")] * 3
     assert ledger.open_entries() == []
-    assert "down for maintenance" in ledger.log_path.read_text()
+    assert "down for maintenance" in logged(ledger)
 
 
 def test_a_ledger_that_cannot_be_written_any_more_hides_nothing(own, server, ledger):

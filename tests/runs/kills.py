@@ -1,9 +1,11 @@
 """Kills runs at seeded moments, goes on with them, and compares with a run that nobody killed.
 
     python -m tests.runs.kills --moments 50
+    python -m tests.runs.kills --moments 50 --by full-disk
 
 Half of the moments are file operations (the n-th one that touches the run directory does not
-happen), half are times. Every process is a fork of this one, which has imported everything and trained
+happen), half are times. With a full disk, no file can grow from a file operation on; the run then
+has to fail by an error that says so, and to go on when there is room again. Every process is a fork of this one, which has imported everything and trained
 nothing, so that a start costs no imports. What is compared: weights and samples bit for bit, metrics,
 outcome and evaluation; and that metrics and events have no gap and no duplicate.
 """
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -58,18 +61,21 @@ FILE_OPERATIONS = frozenset(
     {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.listdir"}
 )
 KILLED = -signal.SIGKILL
+REFUSED = 3
+"""Exit code of a run that could not write, and said so."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a run is killed: before a file operation, or after some seconds."""
+    """When a run is killed, or its disk is full: before a file operation, or after some seconds."""
 
     operation: int | None = None
     seconds: float | None = None
+    full_disk: bool = False
 
     def __str__(self) -> str:
         if self.operation is not None:
-            return f"file operation {self.operation}"
+            return f"{'a disk full from ' if self.full_disk else ''}file operation {self.operation}"
         return f"{self.seconds:.3f} s" if self.seconds is not None else "never"
 
 
@@ -85,10 +91,14 @@ def forked(act: Callable[[], None], moment: Moment, folder: Path) -> tuple[int, 
         try:
             os.close(reading)
             torch.set_num_threads(1)  # here: a pool of threads made before does not survive a fork
-            count = counted(folder, moment.operation)
+            count = counted(folder, moment)
             act()
             os.write(writing, str(count[0]).encode())
             code = 0
+        except TunebookError as error:
+            code = REFUSED if moment.full_disk and "written" in str(error) else 1
+            if code == 1:
+                traceback.print_exc()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -104,8 +114,8 @@ def forked(act: Callable[[], None], moment: Moment, folder: Path) -> tuple[int, 
         return status, int(told.read() or 0)
 
 
-def counted(folder: Path, last: int | None) -> list[int]:
-    """A counter of file operations in a folder; the process kills itself before number `last`."""
+def counted(folder: Path, moment: Moment) -> list[int]:
+    """A counter of file operations in a folder; it all ends before the one of the moment."""
     count = [0]
     start = str(folder)
 
@@ -116,8 +126,11 @@ def counted(folder: Path, last: int | None) -> list[int]:
         path = os.fspath(what) if isinstance(what, str | os.PathLike) else None
         if event == "os.truncate" or (isinstance(path, str) and path.startswith(start)):
             count[0] += 1
-            if count[0] == last:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if count[0] == moment.operation:
+                if moment.full_disk:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
     return count
@@ -156,7 +169,8 @@ def assert_whole(run: RunDir) -> None:
     assert max(keys.values()) == 1, keys.most_common(3)
     seqs = [event["seq"] for event in run.events()]
     assert seqs == list(range(1, len(seqs) + 1)), seqs
-    assert all(one.state in ("expired", "succeeded") for one in record.attempts), record.attempts
+    states = {one.state for one in record.attempts}
+    assert states <= {"expired", "failed", "succeeded"}, states
     left = [path for path in run.path.rglob(".*") if ".tmp" in path.name]
     left += list(run.path.glob(".cancel*"))
     assert not left, left
@@ -169,9 +183,17 @@ def assert_same(run: RunDir, unbroken: RunDir) -> None:
     different = [name for name in ours if ours[name] != theirs[name]]
     assert not different, different
     assert without_time(run.metrics()) == without_time(unbroken.metrics())
-    assert run.samples() == unbroken.samples()
+    assert_same_samples(run.samples(), unbroken.samples())
     for part in ("outcome", "evaluation", "failure", "plan_hash"):
         assert getattr(run.record, part) == getattr(unbroken.record, part), part
+
+
+def assert_same_samples(ours: dict[int, Any], theirs: dict[int, Any]) -> None:
+    """The same answers at the same steps; `versions` count the publishes of one session."""
+    assert list(ours) == list(theirs), (list(ours), list(theirs))
+    for step in ours:
+        for one, other in zip(ours[step], theirs[step], strict=True):
+            assert {**one, "versions": None} == {**other, "versions": None}, (step, one, other)
 
 
 def prepared_run(root: Path) -> RunDir | None:
@@ -200,13 +222,21 @@ def killed_and_finished(recipe: str, moments: list[Moment], root: Path) -> RunDi
             break  # it was faster than the moment
         else:
             status, _ = forked(partial(go_on, run), moment, root)
-        assert status in ((0,) if moment is NEVER else (0, KILLED)), f"exit status {status}"
+        expected = (0,) if moment is NEVER else (0, REFUSED if moment.full_disk else KILLED)
+        assert status in expected, f"exit status {status}"
     run = prepared_run(root)
     assert run is not None
     return run
 
 
-def seeded_moments(
+def full_disk_moments(
+    random_: random.Random, *, number: int, operations: int, seconds: float
+) -> list[Moment]:
+    """The moment from which one run has no room."""
+    return [Moment(operation=random_.randint(1, operations), full_disk=True)]
+
+
+def kill_moments(
     random_: random.Random, *, number: int, operations: int, seconds: float
 ) -> list[Moment]:
     """The moments at which one run is killed: file operations and times in turn, at times two."""
@@ -217,8 +247,8 @@ def seeded_moments(
     return [first, *second]
 
 
-def check(recipe: str, *, moments: int, seed: int, root: Path) -> list[str]:
-    """Kills `moments` runs of a recipe; returns what went wrong, nothing if all is well."""
+def check(recipe: str, *, by: str, moments: int, seed: int, root: Path) -> list[str]:
+    """Ends `moments` runs of a recipe; returns what went wrong, nothing if all is well."""
     forked(partial(begin, recipe, root / "warm"), NEVER, root / "warm")  # fills the caches
     started = time.monotonic()
     status, operations = forked(partial(begin, recipe, root / "whole"), NEVER, root / "whole")
@@ -230,8 +260,8 @@ def check(recipe: str, *, moments: int, seed: int, root: Path) -> list[str]:
     problems = []
     for number in range(moments):
         random_ = random.Random(f"{recipe} {seed} {number}")
-        at = seeded_moments(random_, number=number, operations=operations, seconds=seconds)
-        name = f"{recipe} {number} killed at {', '.join(map(str, at))}"
+        at = MOMENTS_OF[by](random_, number=number, operations=operations, seconds=seconds)
+        name = f"{recipe} {number} ended at {', '.join(map(str, at))}"
         try:
             run = killed_and_finished(recipe, at, root / str(number))
             assert_whole(run)
@@ -243,12 +273,16 @@ def check(recipe: str, *, moments: int, seed: int, root: Path) -> list[str]:
     return problems
 
 
+MOMENTS_OF = {"kill": kill_moments, "full-disk": full_disk_moments}
+
+
 def main() -> int:
     """Returns 1 if a killed run was not in the end what an unbroken one is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--moments", type=int, default=50, help="over all recipes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--by", choices=list(MOMENTS_OF), default="kill")
     arguments = parser.parse_args()
     shares = Counter(
         arguments.recipes[number % len(arguments.recipes)] for number in range(arguments.moments)
@@ -258,8 +292,10 @@ def main() -> int:
         os.environ["TUNEBOOK_HOME"] = str(Path(folder) / "home")
         for recipe, moments in shares.items():
             root = Path(folder) / recipe
-            problems += check(recipe, moments=moments, seed=arguments.seed, root=root)
-    print(f"{arguments.moments} kills, {len(problems)} problems", *problems, sep="\n")
+            problems += check(
+                recipe, by=arguments.by, moments=moments, seed=arguments.seed, root=root
+            )
+    print(f"{arguments.moments} moments, {len(problems)} problems", *problems, sep="\n")
     return 1 if problems else 0
 
 

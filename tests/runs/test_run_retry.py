@@ -50,7 +50,7 @@ def finish(run: RunDir) -> None:
 def test_from_the_beginning_sets_aside_what_was_trained(run: RunDir) -> None:
     fail(run, steps=2)
     started = lease_retry(run.path)
-    assert (started.attempt.number, started.attempt.state) == (2, AttemptState.LEASED)
+    assert (started.attempt.number, started.attempt.state) == (2, AttemptState.ACCEPTED)
     assert (started.is_new, started.attempt.resumed_from_step) == (True, 0)
     again = RunDir.open(run.path)
     assert again.record.state is RunState.PENDING and again.record.failure is None

@@ -52,7 +52,9 @@ class Wire:
 
     def __init__(self, url: str, token: str = "any") -> None:
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
+        # Connections that are not kept need not be closed, and outlive no server.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=60, limits=limits)
 
     def get(self, path: str, **params: Any) -> httpx.Response:
         return self.http.get(f"/v1/rl/{path}", params=params or None)

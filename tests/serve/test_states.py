@@ -1,10 +1,15 @@
 """The states of resources and sessions, on a clock of the test's own and without an engine."""
 
+import dataclasses
+
 import pytest
 
 from tunebook.serve import resources, sessions
+from tunebook.serve.endings import advance, fail_resource, settle_stopped
 from tunebook.serve.errors import ApiError
+from tunebook.serve.faults import FaultPlan, Rule
 from tunebook.serve.operations import Limits
+from tunebook.serve.rates import PRESETS
 from tunebook.serve.records import Resource, Session, SessionStatus
 from tunebook.serve.state import Settings, State
 from tunebook.serve.store import Store
@@ -49,7 +54,7 @@ def end(state, session):
     lane = state.lanes.pop(session.id)
     session.status = lane.ending
     state.save(session)
-    resources.settle_stopped(state, session.resources_id)
+    settle_stopped(state, session.resources_id)
 
 
 def test_a_resource_is_ready_at_once_and_told_so(state, clock):
@@ -63,15 +68,18 @@ def test_a_resource_is_ready_at_once_and_told_so(state, clock):
 
 
 def test_a_start_can_take_time(state, clock):
-    resource = resources.create_resource(state, {"base_model": "m"}, delay_s=60)
+    rule = Rule(0, "resource_slow_start", delay_s=60)
+    settings = dataclasses.replace(state.settings, faults=FaultPlan(0, None, (rule,)))
+    state.settings = settings
+    resource = create(state)
     assert resource.status == "CREATING" and resource.to_wire().get("expires_at") is None
     with pytest.raises(ApiError, match="not ready"):
         open_session(state, resource)
     clock.time += 59
-    resources.advance(state)
+    advance(state)
     assert resource.status == "CREATING"
     clock.time += 1
-    resources.advance(state)
+    advance(state)
     assert resource.status == "READY" and resource.last_activity == clock.time
 
 
@@ -179,7 +187,7 @@ def test_one_session_too_many_is_an_error_of_the_session(state):
 def test_a_lost_resource_takes_its_sessions_along(state):
     resource = create(state)
     session = open_session(state, resource)
-    resources.fail_resource(state, resource, "RESOURCE_UNAVAILABLE", "lost")
+    fail_resource(state, resource, "RESOURCE_UNAVAILABLE", "lost")
     assert resource.to_wire()["error"]["code"] == "MODEL_RESOURCES_ERROR_CODE_RESOURCE_UNAVAILABLE"
     end(state, session)
     assert session.status == "ERROR" and session.error.code == "RESOURCE_UNAVAILABLE"
@@ -277,3 +285,22 @@ def test_what_is_written_is_read_again(tmp_path, state):
     assert [one.id for one in found] == [ended.id] and more
     found, more = again.store.page(Session, after=ended.id, limit=1, keep=lambda one: True)
     assert [one.id for one in found] == [session.id] and not more
+
+
+def test_hosted_rates_say_how_long_to_wait(tmp_path, clock):
+    """T43."""
+    rates = PRESETS["hosted"]
+    settings = Settings(model="m", home=tmp_path, token=None, now=clock, rates=rates)
+    store = Store(tmp_path / "rated.sqlite")
+    state = State(settings, store, Limits(vocab_size=100, max_seq_len=16), ())
+    made = [create(state) for _ in range(5)]
+    with pytest.raises(ApiError, match="create-resource") as caught:
+        create(state)
+    assert caught.value.status == 429 and 0 < int(caught.value.headers["retry-after"]) <= 180
+    session = open_session(state, made[0])
+    kind, body = "training-checkpoint", b""
+    made = [submit(state, session, key=key, kind=kind, body=body) for key in "abcde"]
+    with pytest.raises(ApiError, match="training-checkpoint"):
+        submit(state, session, key="f", kind=kind, body=body)
+    assert submit(state, session, key="a", kind=kind, body=body).id == made[0].id
+    store.close()

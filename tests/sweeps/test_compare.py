@@ -3,12 +3,14 @@
 import csv
 import io
 import json
+import re
 
 import pytest
 
 from tests.sweeps.test_multirun import SMALL, run, sweep_in
 from tunebook.cli import main
 from tunebook.errors import RunError
+from tunebook.reports.sweep_page import sweep_charts
 from tunebook.sweeps.compare import compare_sweep, find_sweep
 from tunebook.sweeps.record import SweepDir
 
@@ -55,6 +57,19 @@ def test_as_csv_json_and_text(folder, capsys):
         assert [int(row["trial"]) for row in rows] == [2, 0, 1, 3]
         assert float(rows[0]["optimizer.learning_rate"]) == 1e-2
     assert find_sweep(folder / "runs", sweep.path.name).path == sweep.path
+
+
+def test_the_page_shows_every_trial_and_leads_to_its_run(folder):
+    sweep = sweep_in(folder)
+    page = (sweep.path / "report.html").read_text()
+    assert "<svg" in page and "http" not in page
+    assert page.count("<tr>") == 5
+    links = re.findall('href="([^"]+html)"', page)
+    pages = [sweep.run_of(sweep.trials[trial]).path / "report.html" for trial in (2, 0)]
+    assert [(sweep.path / link).resolve() for link in links] == pages
+    assert all(each.is_file() for each in pages)
+    charts = sweep_charts(sweep, compare_sweep(sweep))
+    assert [chart.name for chart in charts[2:]] == ["by_optimizer.learning_rate"]
 
 
 def test_what_is_no_sweep_is_said(folder, tmp_path):

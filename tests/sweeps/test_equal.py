@@ -92,9 +92,12 @@ def test_numbers_are_those_of_each_alone(recipe, tmp_path, monkeypatch):
         assert_same(reopened(trial), run)
 
 
-def test_the_general_path_and_a_reference_policy(tmp_path):
-    """GRPO with a KL term opens two sessions a trial; `fast=false` shares nothing but the base."""
-    changes = {"kl.beta": 0.1, "backend.fast": False, "plan.max_steps": 2}
+def test_the_general_path_a_reference_policy_and_turns(tmp_path):
+    """A KL term needs two sessions a trial; `fast=false` shares nothing but the base."""
+    changes = {
+        "kl.beta": 0.1, "backend.fast": False, "plan.max_steps": 2, "rollout.max_new_tokens": 8,
+        "environment": "calculator", "environment.described_in": "system_message",
+    }  # fmt: skip
     seeds = [{**changes, "seed": seed} for seed in (0, 1)]
     trials, _ = train_together([configured("grpo", tmp_path / "together", one) for one in seeds])
     alone = train_alone([configured("grpo", tmp_path / "alone", one) for one in seeds])

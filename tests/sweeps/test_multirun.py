@@ -9,7 +9,8 @@ import pytest
 from recipes import grpo, sft
 from tunebook.errors import ConfigError
 from tunebook.launch import run_recipe
-from tunebook.runs import RunDir
+from tunebook.runs import RunDir, cancellation
+from tunebook.sweeps.display import SweepDisplay
 from tunebook.sweeps.record import SweepDir
 from tunebook.sweeps.sweep import run_sweep
 
@@ -66,7 +67,9 @@ def test_every_value_is_a_trial_and_a_run(here, capsys):
             "max_at_once": None, "resume": None, "halving": {"rungs": [], "keep": 0.5},
         }  # fmt: skip
     assert len({json.dumps(each.read_split()) for each in runs}) == 1
-    assert sorted(path.name for path in sweep.path.iterdir()) == [".lock", "sweep.json"]
+    assert sorted(path.name for path in sweep.path.iterdir()) == [
+        ".lock", "report.html", "sweep.json",
+    ]  # fmt: skip
     assert sorted(path.name for path in here.iterdir()) == ["runs"]
     out = capsys.readouterr().out
     assert "trial 3 (learning_rate=0.01 rank=4): succeeded" in out
@@ -100,6 +103,8 @@ def test_a_failed_trial_is_the_only_one_that_a_resume_trains(here, capsys):
     assert "4 trials, not 3" in capsys.readouterr().err
     assert run(*command, "sweep.halving={rungs: [1], keep: 0.5}", resume) == 2
     assert "sweep.halving differs" in capsys.readouterr().err
+    assert run("--multirun", resume, "dry_run=true") == 0
+    assert "4 trials of sft, 3 of them over already" in capsys.readouterr().out
     assert [digest(folder) for folder in folders] == before
 
     (here / "swept_loss.py").write_text(LOSS.format(bad=9))
@@ -136,6 +141,34 @@ def test_a_dry_run_leaves_nothing(here, capsys):
     out = capsys.readouterr().out
     assert "2 trials of sft" in out and "nothing was trained" in out
     assert list(here.iterdir()) == []
+
+
+def test_limits_hold_for_every_trial(here, capsys):
+    code = run(*SMALL, "plan.epochs=null", "plan.max_steps=3,1000000", "limits.max_seconds=60")
+    err = capsys.readouterr().err
+    assert code == 2
+    assert "limits.max_seconds=60" in err and "trial 1 (max_steps=1000000)" in err
+    assert list(here.iterdir()) == []
+
+
+def test_a_trial_can_be_cancelled_while_the_others_go_on(here, monkeypatch, capsys):
+    """By what `tunebook runs cancel` writes; a resume of the sweep trains it to its end."""
+    made = SweepDisplay.stepped
+
+    def cancel(display, trial, report):
+        if trial.number == 1 and report.step == 1:
+            assert cancellation.request(trial.run.path, len(trial.run.record.attempts))
+        made(display, trial, report)
+
+    monkeypatch.setattr(SweepDisplay, "stepped", cancel)
+    assert run(*SMALL, "seed=0,1") == 1
+    sweep = sweep_in(here)
+    assert states(sweep) == ["succeeded", "cancelled"]
+    assert sweep.run_of(sweep.trials[1]).record.outcome.steps == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert run("--multirun", f"sweep.resume={sweep.path}") == 0
+    assert states(SweepDir.open(sweep.path)) == ["succeeded", "succeeded"]
 
 
 def test_settings_of_a_sweep_need_one(here, capsys):

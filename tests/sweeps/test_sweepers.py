@@ -14,14 +14,14 @@ def test_optuna_learns_from_what_each_trial_reached(here, capsys):
     (here / "swept_loss.py").write_text(LOSS.format(bad=1))
     code = run(
         *SMALL, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2",
-        "hydra/sweeper/sampler=grid", "loss._target_=swept_loss.broken", "loss.on=choice(0,1)",
+        "hydra.sweeper.sampler.seed=1", "loss._target_=swept_loss.broken", "loss.on=choice(0,1)",
         "lora.rank=choice(2,4)",
     )  # fmt: skip
     assert code == 1
     sweep = sweep_in(here)
     failed = [trial for trial in sweep.trials if trial.state == "failed"]
-    assert len(sweep.trials) == 4 and len(failed) == 2
-    assert all("loss.on=1" in trial.overrides for trial in failed)
+    assert len(sweep.trials) == 4 and 0 < len(failed) < 4
+    assert failed == [trial for trial in sweep.trials if "on=1" in trial.label]
     best = min(trial.value for trial in sweep.trials if trial.value is not None)
     found = (sweep.path / "optimization_results.yaml").read_text()
     assert f"best_value: {best}" in found

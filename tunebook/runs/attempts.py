@@ -75,6 +75,8 @@ def locked(run_path: Path) -> Iterator[None]:
 
 def is_being_trained(run_path: Path) -> bool:
     """Whether a process holds the run right now; a record says `running` also after a kill."""
+    if not (run_path / LOCK_FILE).exists():
+        return False  # A look leaves no file behind.
     lock = FileLock(run_path / LOCK_FILE, thread_local=False)
     try:
         lock.acquire(timeout=0)
@@ -157,7 +159,7 @@ def held_lease(record: RunRecord) -> str | None:
     if run_id == record.id:
         return rest.partition(":")[0]
     live = record.live_attempt
-    if live is not None and live.state is AttemptState.LEASED and _is_here(live):
+    if live is not None and live.state in AWAITING_PROCESS and _is_here(live):
         return live.lease
     return None
 

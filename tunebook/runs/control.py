@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tunebook.display import tunebook_command
 from tunebook.errors import RunEndedError, RunFinalizingError, TunebookError, WaitTimeout
 from tunebook.runs import cancellation
-from tunebook.runs.attempts import is_being_trained
+from tunebook.runs.attempts import with_dead_settled
 from tunebook.runs.directory import RunDir, only_writer
-from tunebook.runs.record import AttemptState, RunState
-from tunebook.runs.status import RunStatus, run_status
+from tunebook.runs.record import ENDED_STATES, AttemptState, Outcome, RunState, StopReason
+from tunebook.runs.status import RunStatus, observed, run_status
 
 POLL_S = 2.0
 """Seconds between two looks at a run."""
@@ -86,9 +86,7 @@ def follow(path: Path | str, *, after: int = 0, poll_s: float = POLL_S) -> Itera
         RunError: there is no such run, or its events are damaged.
     """
     while True:
-        # Looked at first: the lock is free once the last event is written.
-        status = run_status(path)
-        done = status.done and not is_being_trained(status.path)
+        done = run_status(path).done  # looked at first: its last event is written then
         for event in events(path, after=after):
             after = event.seq
             yield event
@@ -152,30 +150,40 @@ def cancellation_text(path: Path | str) -> str:
 
 
 def _asked(path: Path | str) -> RunStatus:
-    status = run_status(path)
-    record = status.record
+    run = RunDir.open(path)
+    before, record = run.record, observed(run)
     if record.state is RunState.CANCELLED:
-        return status
-    attempt = RunDir.open(path).record.live_attempt
-    lost = status.done and attempt is not None  # its process is gone, so nobody will read a request
-    if status.done and not lost:
-        raise RunEndedError(f"{status.path}: has {record.state} already, so it cannot be cancelled")
-    if attempt is None or lost:
-        run = RunDir.open(path)
-        with only_writer(run):
-            run.end_idle(planned_steps=status.planned_steps or 0)
         return run_status(path)
-    if not cancellation.request(status.path, attempt.number):
-        _refuse_if_finalizing(run_status(path))
+    attempt = before.live_attempt
+    ended = record.state in ENDED_STATES
+    lost = ended and attempt is not None  # its process is gone, so nobody will read a request
+    if ended and not lost:
+        raise RunEndedError(f"{run.path}: has {record.state} already, so it cannot be cancelled")
+    if attempt is None or lost:
+        with only_writer(run):
+            unchanged = run.record == before
+            if unchanged:
+                _end_idle(run)
+        return run_status(path) if unchanged else _asked(path)
+    if not cancellation.request(run.path, attempt.number):
+        _refuse_if_finalizing(RunDir.open(path))
     return run_status(path)
 
 
-def _refuse_if_finalizing(status: RunStatus) -> None:
-    attempt = status.record.live_attempt
+def _end_idle(run: RunDir) -> None:
+    status = run_status(run.path)
+    outcome = Outcome(StopReason.CANCELLED, status.planned_steps or 0, status.steps)
+    record = with_dead_settled(run.record)
+    run.save(replace(record, state=RunState.CANCELLED, outcome=outcome, failure=None))
+    run.event("cancelled")
+
+
+def _refuse_if_finalizing(run: RunDir) -> None:
+    attempt = run.record.live_attempt
     finalizing = attempt is not None and attempt.state is AttemptState.FINALIZING
-    if finalizing and RunDir.open(status.path).record.state is RunState.RUNNING:
+    if finalizing and run.record.state is RunState.RUNNING:
         raise RunFinalizingError(
-            f"{status.path}: has made its last step and writes its model, which is not "
+            f"{run.path}: has made its last step and writes its model, which is not "
             "interrupted. It ends by itself within moments"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +60,7 @@ class RunDir:
         self.record = record
         """What `run.json` holds; replaced, never changed in place."""
         self._next_seq = 0
+        self._one_event = threading.RLock()
         self._logged_step = -1
         self._logged_keys: set[str] = set()
         self._ending: Outcome | None = None
@@ -219,12 +220,13 @@ class RunDir:
     def event(self, type: str, **fields: Any) -> None:
         """Appends an event to `events.jsonl`, its `seq` one above the last of any attempt."""
         path = self.path / "events.jsonl"
-        if not self._next_seq:
-            lines = files.read_lines(path)
-            self._next_seq = lines[-1]["seq"] + 1 if lines else 1
-        head = {"seq": self._next_seq, "attempt": len(self.record.attempts), "time": utc_now()}
-        files.append_line(path, {**head, "type": type, **fields}, sync=True)
-        self._next_seq += 1
+        with self._one_event:  # what is noticed in another thread becomes an event, too
+            if not self._next_seq:
+                lines = files.read_lines(path)
+                self._next_seq = lines[-1]["seq"] + 1 if lines else 1
+            head = {"seq": self._next_seq, "attempt": len(self.record.attempts), "time": utc_now()}
+            files.append_line(path, {**head, "type": type, **fields}, sync=True)
+            self._next_seq += 1
 
     def events(self, *, after: int = 0) -> list[dict[str, Any]]:
         """The events with a `seq` above `after`."""
@@ -399,25 +401,6 @@ class RunDir:
         self.save(self.record.with_attempt(attempt))
         self.event("attempt_accepted", pid=pid)
 
-    def begin_anew(self) -> None:
-        """Sets aside everything that was trained, so that the leased attempt begins at step 0."""
-        for checkpoint in self.rewind(0):
-            folder = checkpoint.ref.path
-            if folder.is_relative_to(self.checkpoints_dir):
-                with files.writing(folder):
-                    shutil.rmtree(folder)
-        self.save(replace(self.record, evaluation=None))
-        if self.record.model_available:
-            self.set_model_available(False)
-
-    def end_idle(self, *, planned_steps: int) -> None:
-        """Cancels a run that nobody trains; call it inside `only_writer(run)`."""
-        rows = self.metrics()
-        outcome = Outcome(StopReason.CANCELLED, planned_steps, rows[-1]["step"] if rows else 0)
-        record = attempts.with_dead_settled(self.record)
-        self.save(replace(record, state=RunState.CANCELLED, outcome=outcome, failure=None))
-        self.event("cancelled")
-
     def cancel_requested(self) -> bool:
         """Whether somebody has asked to cancel this attempt; when first seen, it is recorded."""
         attempt = self.record.attempts[-1]
@@ -535,7 +518,7 @@ class RunDir:
                     self._ending, stop_reason=reason, steps=rows[-1]["step"] if rows else 0
                 )
                 state = STATE_OF_STOP_REASON[reason]
-                self.save(replace(self.record, state=state, failure=failure, outcome=outcome))
+                self.record = replace(self.record, state=state, failure=failure, outcome=outcome)
             self._end()
         except RunError as refused:
             error.add_note(f"The run directory could not record this end: {refused}")
@@ -556,9 +539,12 @@ class RunDir:
             error.add_note(f"The run directory could not record this end: {refused}")
 
     def _end(self) -> None:
-        self._bank_training_time()
+        record = attempts.ended(self.record)
+        if self._training_since is not None:
+            seconds = time.monotonic() - self._training_since
+            record = replace(record, timing=record.timing.plus("training_s", seconds))
         self._training_since = self._ending = None
-        self.save(attempts.ended(self.record))
+        self.save(record)  # state, outcome and end of the attempt at once
         cancellation.forget(self.path, len(self.record.attempts))
         assert self.record.outcome is not None
         self.event(

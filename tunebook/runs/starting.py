@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tunebook.runs import attempts
 from tunebook.runs.attempts import LEASE_VARIABLE
 from tunebook.runs.checkpoints import newest_checkpoint
 from tunebook.runs.directory import RunDir, only_writer
-from tunebook.runs.files import append_text
+from tunebook.runs.files import append_text, writing
 from tunebook.runs.record import Attempt, AttemptState, RunState
 from tunebook.runs.status import OUTPUT_FILE, observed
 
@@ -131,9 +132,11 @@ def _lease_retry(
         step = newest.step if resume and newest else 0
         with _leased(run, resumed_from_step=step, idempotency_key=idempotency_key):
             if not resume:
-                run.begin_anew()
+                _set_aside(run)
             if launch:
                 _launch(run)
+            else:
+                run.accept(os.getpid())
     return run, None
 
 
@@ -150,6 +153,18 @@ def _leased(run: RunDir, *, resumed_from_step: int, idempotency_key: str | None)
         record = run.record.with_attempt(attempt)
         run.save(replace(record, state=RunState.FAILED, failure=attempts.failure_of(error)))
         raise
+
+
+def _set_aside(run: RunDir) -> None:
+    """Moves everything that was trained out of the way of an attempt that begins at step 0."""
+    for checkpoint in run.rewind(0):
+        folder = checkpoint.ref.path
+        if folder.is_relative_to(run.checkpoints_dir) and folder.is_dir():
+            with writing(folder):
+                shutil.rmtree(folder)
+    run.save(replace(run.record, evaluation=None))
+    if run.record.model_available:
+        run.set_model_available(False)
 
 
 def _launch(run: RunDir) -> None:

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tunebook.runs import cancellation, files
-from tunebook.runs.attempts import is_live, settled
+from tunebook.runs.attempts import is_being_trained, is_live, settled
 from tunebook.runs.directory import RunDir
 from tunebook.runs.record import ENDED_STATES, AttemptState, Failure, RunRecord, RunState
 
@@ -30,11 +30,13 @@ class RunStatus:
     """Optimizer steps recorded so far."""
     planned_steps: int | None
     """None = the run was not prepared to the end."""
+    released: bool
+    """No process holds the lock of the run, so that its last event is written."""
 
     @property
     def done(self) -> bool:
         """Whether nothing more will happen by itself; `succeeded` says whether it went well."""
-        return self.record.state in ENDED_STATES
+        return self.record.state in ENDED_STATES and self.released
 
     @property
     def succeeded(self) -> bool:
@@ -66,11 +68,13 @@ def run_status(path: Path | str) -> RunStatus:
     plan = run.path / "plan.json"
     planned = files.read_json(plan).get("planned_steps") if plan.is_file() else None
     outcome = run.record.outcome
+    record = observed(run)
     return RunStatus(
         path=run.path,
-        record=observed(run),
+        record=record,
         steps=rows[-1]["step"] if rows else 0,
         planned_steps=outcome.planned_steps if outcome is not None else planned,
+        released=not is_being_trained(run.path),
     )
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import BackendError, ConfigError
 from tunebook.models import tunebook_home
+from tunebook.serve.faults import NO_FAULTS, read_faults
+from tunebook.serve.rates import PRESETS
 
 if TYPE_CHECKING:
     from tunebook.serve.app import Server
@@ -29,6 +31,8 @@ def serve(
     token_env: str,
     max_sessions: int,
     price_per_hour: float,
+    faults: Path | None,
+    rates: str,
     engine: dict[str, Any],
 ) -> None:
     """Serves until SIGTERM or SIGINT; an operation that is running is finished.
@@ -42,6 +46,8 @@ def serve(
         token_env: variable that holds the token; without one only loopback is listened on.
         max_sessions: LoRA sessions of a resource at a time.
         price_per_hour: US dollars that estimates name.
+        faults: plan of faults, see `tunebook.serve.faults`; None = none.
+        rates: limits on how often clients may call: none, or those of the hosted service.
         engine: device, dtype and the like, as in `tunebook.serve.app.Engine`.
 
     Raises:
@@ -61,6 +67,9 @@ def serve(
         )
     if max_sessions < 1:
         raise ConfigError(f"--max-sessions {max_sessions}: must be at least 1")
+    if rates not in PRESETS:
+        raise ConfigError(f"--rates {rates}: must be one of {', '.join(PRESETS)}")
+    plan = NO_FAULTS if faults is None else read_faults(faults)
     from tunebook.serve.app import Engine, Server
     from tunebook.serve.state import Settings
 
@@ -70,6 +79,8 @@ def serve(
         token=token,
         max_sessions=max_sessions,
         price_per_hour=price_per_hour,
+        faults=plan,
+        rates=PRESETS[rates],
     )
     with bound_socket(host, port) as bound:
         run(Server(Engine(model=model, **engine), settings), bound, host)

@@ -71,7 +71,12 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
 
 
+def log(line: str) -> None:
+    """Writes a line to standard error."""
+    print(f"tunebook serve: {line}", file=sys.stderr, flush=True)
+
+
 def log_failure(what: str, error: BaseException) -> None:
     """Writes a failure that a client is not told the cause of to standard error."""
-    print(f"tunebook serve: {what}:", file=sys.stderr)
+    log(f"{what}:")
     traceback.print_exception(error, file=sys.stderr)

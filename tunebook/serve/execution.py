@@ -60,6 +60,13 @@ def joint_kind(request: Request) -> str | None:
     return "sample" if isinstance(request, Sample) else None
 
 
+def num_tokens(request: Request) -> int:
+    """Tokens that an operation reads."""
+    if isinstance(request, ForwardBackward | CustomForwardBackward):
+        return sum(datum.num_scored for datum in request.data)
+    return sum(map(len, request.prompts)) if isinstance(request, Sample) else 0
+
+
 def begin(
     trainee: Trainee, operation: Operation, request: Request, now: float
 ) -> Callable[[], Result]:

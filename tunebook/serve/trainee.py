@@ -204,7 +204,7 @@ class Trainee:
         """Whether now is the time to save: enough work, and nothing that a save would lose.
 
         Args:
-            at_end: the server ends, so that any work is enough.
+            at_end: the server ends, so that any step is enough.
         """
         published = self.record.published
         if self._has_gradient:
@@ -212,8 +212,10 @@ class Trainee:
         # What is published and not in a folder is lost; full weights have no room for both.
         if published is not None and (published.origin is None or self.record.lora is None):
             return False
-        due_s = 0.0 if at_end else max(MIN_WORK_S, self._snapshot_s / SNAPSHOT_SHARE)
-        return self._work_s > due_s
+        saved = self.record.saved.progress
+        if saved.trainer_step == self.record.progress.trainer_step:
+            return False
+        return at_end or self._work_s > max(MIN_WORK_S, self._snapshot_s / SNAPSHOT_SHARE)
 
     def save_snapshot(self, seq: int) -> None:
         """Saves the session as it is after the operation `seq`; the record then names it."""

@@ -24,8 +24,15 @@ class SweepTable:
 
     metric: str | None
     """What trials are compared by; None = none has evaluated, or they differ in it."""
+    settings: list[str]
+    """Headings of the settings in which trials differ."""
     rows: list[dict[str, Any]]
     """Heading -> value; None = unknown. All rows have the same headings."""
+
+    @property
+    def best(self) -> str:
+        """Heading of the best value."""
+        return best_heading(self.metric)
 
     def to_csv(self) -> str:
         """As text with a line of headings."""
@@ -48,6 +55,7 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
     }
     metrics = {each.metric for each in trials if each.metric is not None}
     metric = metrics.pop() if len(metrics) == 1 else None
+    best = best_heading(metric)
     rows: list[dict[str, Any]] = []
     for trial, run in zip(trials, runs, strict=True):
         results = {} if run is None else run_results(run)
@@ -59,7 +67,7 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
                 "run": None if run is None else f"#{run.record.number}",
                 **(dict.fromkeys(differences) if run is None else values[run.path]),
                 "state": trial.state.value,
-                f"best {metric or 'value'}": None if evaluation is None else evaluation.best,
+                best: None if evaluation is None else evaluation.best,
                 "best step": None if evaluation is None else evaluation.best_step,
                 "steps": results.get("steps"),
                 "seconds": None if seconds is None else round(seconds, 1),
@@ -68,12 +76,16 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
                 "why": trial.why,
             }
         )
-    best = f"best {metric or 'value'}"
     direction = {run.record.evaluation.direction for run in there if run.record.evaluation}
     sign = -1.0 if direction == {"up"} else 1.0
     if metric is not None:
         rows.sort(key=lambda row: math.inf if row[best] is None else sign * row[best])
-    return SweepTable(metric, rows)
+    return SweepTable(metric, list(differences), rows)
+
+
+def best_heading(metric: str | None) -> str:
+    """Heading of the best value of a metric."""
+    return f"best {metric or 'value'}"
 
 
 def find_sweep(root: Path, text: str) -> SweepDir:
@@ -100,7 +112,7 @@ def print_sweep(sweep: SweepDir, *, as_json: bool, as_csv: bool) -> None:
     if as_csv:
         print(table.to_csv(), end="")
         return
-    columns = {key: [_cell(row[key]) for row in table.rows] for key in table.rows[0]}
+    columns = {key: [cell(row[key]) for row in table.rows] for key in table.rows[0]}
     layouts = [columns]
     for heading in ("path", "why", "tokens", "steps", "best step", "seconds", "run"):
         layouts.append({key: cells for key, cells in layouts[-1].items() if key != heading})
@@ -109,7 +121,8 @@ def print_sweep(sweep: SweepDir, *, as_json: bool, as_csv: bool) -> None:
     print_columns(console, fitting)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value for people; None is empty."""
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,9 +49,18 @@ class SweepDisplay:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """A block in which it is on the screen."""
-        with self._progress, displayed(self):
-            yield
+        """A block in which it is on the screen, and shows what is logged."""
+        logger, handler = logging.getLogger("tunebook"), _Shown(self)
+        level = logger.level
+        # Runs come and go, each with a handler of its own; what is set here outlives them all.
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            with self._progress, displayed(self):
+                yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
     def began(self, trial: Trial) -> None:
         """Gives a trial its line."""
@@ -103,3 +113,14 @@ class SweepDisplay:
 
     def count(self, what: str, done: int, total: int) -> None:
         """Shows nothing: several trials may count at once."""
+
+
+class _Shown(logging.Handler):
+    """Shows warnings, and of which trial they are: it is the name of its thread."""
+
+    def __init__(self, display: SweepDisplay) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.note(f"{record.threadName}: {record.getMessage()}")

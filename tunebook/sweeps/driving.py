@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tunebook.backends.base import Backend
 from tunebook.backends.gathering import Gathering
-from tunebook.errors import TunebookError
+from tunebook.errors import RunCancelled, TunebookError
 from tunebook.launch import StopRequest, Train, start_run
 from tunebook.runs import redact
 from tunebook.sweeps.trial import STATE_OF_RUN, Trial, TrialState
@@ -89,8 +89,9 @@ def train_trials(
         while True:
             while waiting and gathering.num_members < at_once and stop.signal_number is None:
                 trial = waiting.popleft()
-                name = f"trial-{trial.number}"
-                threads.append(gathering.start(partial(driver.run, trial), name=name))
+                if driver.begin(trial):
+                    work = partial(driver.run, trial)
+                    threads.append(gathering.start(work, name=f"trial {trial.number}"))
             if not gathering.num_members:
                 break
             gathering.serve()
@@ -125,28 +126,44 @@ class _Driver:
         self.problems: list[Exception] = []
         """What the watch raised at the end of a trial."""
 
+    def begin(self, trial: Trial) -> bool:
+        """Gives a trial its run directory, in the order of trials; returns whether it can train."""
+        assert trial.task is not None
+        try:
+            trial.run = start_run(self._recipe, trial.task, trial.preparing_s)
+        except Exception as error:
+            trial.state, trial.why = TrialState.FAILED, failure_text(error)
+            self._end(trial)
+            return False
+        trial.state = TrialState.RUNNING
+        with self._one_call:
+            self._watch.began(trial)
+        return True
+
     def run(self, trial: Trial) -> None:
-        """Trains one trial, in a thread of the gathering."""
+        """Trains one trial that has begun, in a thread of the gathering."""
         try:
             self._train_trial(trial)
         except (KeyboardInterrupt, SystemExit):
             trial.state, trial.why = TrialState.CANCELLED, "interrupted"
+        except RunCancelled as cancelled:
+            trial.state, trial.why = TrialState.CANCELLED, failure_text(cancelled)
         except BaseException as error:
             trial.state, trial.why = TrialState.FAILED, failure_text(error)
         finally:
-            trial.task = None  # its rows may be large
-            try:
-                with self._one_call:
-                    self._watch.ended(trial)
-            except Exception as error:  # nobody waits for this thread's own exceptions
-                self.problems.append(error)
+            self._end(trial)
+
+    def _end(self, trial: Trial) -> None:
+        trial.task = None  # its rows may be large
+        try:
+            with self._one_call:
+                self._watch.ended(trial)
+        except Exception as error:  # nobody waits for the exceptions of a trial's thread
+            self.problems.append(error)
 
     def _train_trial(self, trial: Trial) -> None:
-        assert trial.task is not None
-        run = trial.run = start_run(self._recipe, trial.task, trial.preparing_s)
-        trial.state = TrialState.RUNNING
-        with self._one_call:
-            self._watch.began(trial)
+        assert trial.task is not None and trial.run is not None
+        run = trial.run
         reason: str | None = None
         with closing(self._train(trial.task, self._backend, run)) as reports:
             for report in reports:

@@ -155,6 +155,16 @@ class SweepDir:
         state = STATE_OF_RUN.get(run.record.state, record.state)
         return record if state is record.state else replace(record, state=state)
 
+    def is_driven(self) -> bool:
+        """Whether a process holds the lock of the sweep."""
+        lock = FileLock(self.path / LOCK_FILE, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        lock.release()
+        return False
+
     @contextmanager
     def only_writer(self) -> Iterator[None]:
         """Holds the lock of the sweep, which the operating system frees when the process dies.
@@ -236,7 +246,7 @@ def recorded_overrides(sweep: SweepDir) -> list[tuple[str, ...]]:
 def config_hash(config: RecipeConfig) -> str:
     """16 hex digits over the public part of a trial's config, wherever its run lies."""
     public = redact_config(as_dict(config), os.environ)
-    for key in ("runs_dir", "dry_run", "sweep"):
+    for key in ("runs_dir", "sweep"):
         del public[key]
     return hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
@@ -14,17 +13,18 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from tunebook.admission import check_limits, needs_estimate
 from tunebook.backends.base import Backend
 from tunebook.compose import as_dict, compose, resumed_config
 from tunebook.config import RecipeConfig, SweepConfig
 from tunebook.display import make_console, short_path, tunebook_command
 from tunebook.errors import ConfigError, TunebookError
-from tunebook.html_report import write_html_report
-from tunebook.launch import Prepare, RecipeTask, Train, stop_signals
+from tunebook.launch import Prepare, Train, prepared, stop_signals
 from tunebook.opening import LOCAL, build_backend
-from tunebook.planning import check_plan_hash
 from tunebook.preparation import sharing_rows
-from tunebook.runs import redact
+from tunebook.reports.run_page import write_run_report
+from tunebook.reports.sweep_page import write_sweep_report
+from tunebook.runs import Preparation, redact
 from tunebook.sweeps.display import SweepDisplay
 from tunebook.sweeps.driving import train_trials
 from tunebook.sweeps.halving import Halving, check_halving
@@ -58,14 +58,15 @@ class Sweep:
         self._trials: list[Trial] = []
         self._halving: Halving | None = None
         self._begun = False
+        self._dry_run = False
 
     def begin(self, config: DictConfig | RecipeConfig) -> Path:
         """The folder of the sweep: a new one, or that of the sweep which goes on."""
         if config.sweep.resume is not None:
-            self._resumed = self._sweep = SweepDir.open(config.sweep.resume)
-            self._lock.enter_context(self._sweep.only_writer())
-            self._resumed = self._sweep = SweepDir.open(config.sweep.resume)
-            self._folder = self._sweep.path
+            found = SweepDir.open(config.sweep.resume)
+            self._lock.enter_context(found.only_writer())
+            self._resumed = self._sweep = SweepDir.open(found.path)  # nobody writes it any more
+            self._folder = found.path
         else:
             runs_dir = Path(os.path.expanduser(config.runs_dir))
             self._folder = claim_sweep(runs_dir, config.name or self._recipe)
@@ -73,7 +74,8 @@ class Sweep:
 
     def overrides(self, jobs: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
         """The jobs, or those of the sweep that goes on where nothing else is said."""
-        given = [each for job in jobs for each in job if not each.startswith("sweep.")]
+        aside = ("sweep.", "dry_run=")
+        given = [each for job in jobs for each in job if not each.startswith(aside)]
         if self._resumed is None or given:
             return jobs
         return [[*each, *jobs[0]] for each in recorded_overrides(self._resumed)]
@@ -102,14 +104,15 @@ class Sweep:
         if settings.halving.rungs:
             self._prepare_halving(settings, trials, missing)
         self._show_plan(trials, missing)
-        if trials[0].config.dry_run:
+        self._admit_all(missing)
+        if self._dry_run:
             return [None] * len(trials)
         self._record(trials, settings)
         self._train_all(missing, settings)
         return [trial.value for trial in trials]
 
     def end(self) -> int:
-        """Shows what became of the trials; returns 1 if one of them failed, else 0."""
+        """Shows what became of the trials; returns 1 unless all are over as they should, else 0."""
         self._lock.close()
         if self._folder is not None:
             # Hydra writes the command line there as it is, secrets too; ours is in the record.
@@ -121,9 +124,11 @@ class Sweep:
         if self._sweep is None or not self._begun:
             return 0
         self._show_states(self._sweep)
-        return 1 if any(trial.state is TrialState.FAILED for trial in self._trials) else 0
+        write_sweep_report(self._sweep)
+        return 0 if all(trial.state in FINAL for trial in self._trials) else 1
 
     def _trial(self, number: int, overrides: Sequence[str], config: RecipeConfig) -> Trial:
+        self._dry_run, config.dry_run = config.dry_run, False
         config.sweep = SweepConfig()  # a run is the same whatever sweep it belongs to
         if self._resumed is not None:
             config.runs_dir = str(self._resumed.runs_dir)
@@ -151,15 +156,13 @@ class Sweep:
         raise_all(problems)
 
     def _prepare_one(self, trial: Trial) -> None:
-        started = time.monotonic()
         config = trial.config
         if trial.run is not None:
-            if (trial.run.path / "split.json").is_file():
+            if trial.run.record.preparation is Preparation.VERIFIED:
                 config = resumed_config(self._recipe, str(trial.run.path), [], {})
             else:  # it was cut off before it was whole
                 trial.run = None
-        task: RecipeTask = self._prepare(config)
-        check_plan_hash(trial.config, task.summary)
+        task, trial.preparing_s = prepared(config, self._prepare)
         found = task.summary["hash"]
         if trial.plan_hash is not None and found != trial.plan_hash:
             raise ConfigError(
@@ -168,7 +171,22 @@ class Sweep:
                 "begin a new sweep"
             )
         trial.task, trial.plan_hash = task, found
-        trial.preparing_s = time.monotonic() - started
+
+    def _admit_all(self, trials: Sequence[Trial]) -> None:
+        """Returns if every trial may start: what it takes alone is within its limits."""
+        problems: dict[str, TunebookError] = {}
+        for group in groups(trials):
+            with closing(build_backend(group[0].config)) as backend:
+                for trial in group:
+                    assert trial.task is not None
+                    config, summary = trial.task.config, trial.task.summary
+                    if needs_estimate(config):
+                        summary["estimate"] = asdict(backend.estimate(trial.task.workload))
+                    try:
+                        check_limits(config, summary)
+                    except TunebookError as error:
+                        problems[trial.name] = error
+        raise_all(problems)
 
     def _prepare_halving(
         self, settings: SweepConfig, trials: Sequence[Trial], missing: Sequence[Trial]
@@ -245,7 +263,7 @@ class Sweep:
             )
         for warning in dict.fromkeys(text for each in summaries for text in each["warnings"]):
             self._say(redact(f"warning: {warning}", os.environ))
-        if trials[0].config.dry_run:
+        if self._dry_run:
             self._say("Dry run: nothing was trained.")
 
     def _say(self, text: str) -> None:
@@ -265,7 +283,10 @@ class Sweep:
                 self._say(f"{trial.name}: {trial.why}")
         command = tunebook_command()
         where = short_path(sweep.path)
-        lines = [f"The sweep is {where}", f"  {command} runs compare {where}"]
+        lines = [
+            f"The sweep is {where}, on one page in report.html there",
+            f"  {command} runs compare {where}",
+        ]
         left = [trial for trial in self._trials if trial.state not in FINAL]
         if left:
             lines += [
@@ -321,7 +342,7 @@ class _Recorder:
         self._sweep.note(trial)
         self._display.ended(trial)
         if trial.run is not None and trial.state is not TrialState.FAILED and trial.run.metrics():
-            write_html_report(trial.run)
+            write_run_report(trial.run)
 
 
 def groups(trials: Sequence[Trial]) -> list[list[Trial]]:

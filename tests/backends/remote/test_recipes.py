@@ -1,12 +1,10 @@
 """All three recipes on the service: the same numbers as on local torch."""
 
-import math
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes import sft
+from recipes import grpo, sft
 from tests.running import train_all
 from tunebook.compose import compose
 from tunebook.errors import CheckpointError, ConfigError
@@ -29,9 +27,8 @@ OF_RECIPE = {
     "sft": {"samples.num_prompts": 1, "samples.max_tokens": 8, "backend.generator_replicas": 1},
     "dpo": {"samples.num_prompts": 0},
     "grpo": {
-        "rollout.group_size": 3,
-        "rollout.max_new_tokens": 8,
-        "reward": "target_length",
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 12,
         "samples.num_prompts": 1,
         "kl.beta": 0.05,
         "rollout.policy_lag": 1,
@@ -127,19 +124,12 @@ def test_resumed_and_begun_from(server, local_sft, tmp_path):
     resumed = compose("sft", {"resume": str(run.path), "backend.inactive_timeout": 600})
     train_all(resumed)
     check_same(RunDir.open(run.path), local_sft)
-    promoted = run.checkpoints()[-1]
-    for start in (str(run.path), f"together://{promoted.ref.location}"):
-        config = remote("sft", tmp_path, server, start_from=start, plan__max_steps=1)
-        config.samples.num_prompts = 0
-        _, again = train_all(config)
-        if start != str(run.path):
-            local = configured("sft", tmp_path, start_from=str(run.path), plan__max_steps=1)
-            local.samples.num_prompts = 0
-            _, expected = train_all(local)
-            assert again.metrics()[0]["train/loss"] == pytest.approx(
-                expected.metrics()[0]["train/loss"], rel=1e-2
-            )
-    assert not math.isnan(again.metrics()[0]["train/loss"])
+    changes = {"start_from": str(run.path), "plan__max_steps": 1, "samples__num_prompts": 0}
+    _, begun = train_all(remote("sft", tmp_path, server, **changes))
+    _, expected = train_all(configured("sft", tmp_path, **changes))
+    assert numbers(begun) == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in numbers(expected)]
+    changes["start_from"] = f"together://{run.checkpoints()[-1].ref.location}"
+    assert sft.prepare(remote("sft", tmp_path, server, **changes))
 
 
 def test_a_local_adapter_is_refused_before_anything_is_made(server, local_sft, tmp_path):
@@ -170,6 +160,13 @@ def test_what_the_service_lacks_is_refused_in_prepare(server, tmp_path):
     ):
         with pytest.raises(ConfigError, match=match):
             sft.prepare(remote("sft", tmp_path, server, **overrides))
+    for overrides, match in (
+        ({"rollout__stop": ["\n", 7]}, r"rollout\.stop=\[7\]"),
+        ({"rollout__temperature": 0.8}, r"rollout\.temperature"),
+        ({"backend__generator_replicas": 0}, "does not sample"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            grpo.prepare(remote("grpo", tmp_path, server, **overrides))
 
 
 def test_a_run_that_fails_stops_its_resource(server, tmp_path, monkeypatch):
@@ -181,3 +178,24 @@ def test_a_run_that_fails_stops_its_resource(server, tmp_path, monkeypatch):
         list(sft.train(task, backend, run))
     # That nothing bills is checked after every test.
     assert RunDir.open(run.path).record.state is RunState.FAILED
+
+
+def test_the_command_without_what_only_our_server_tells(server, tmp_path, monkeypatch, capsys):
+    """The hosted service has no gradient norm: the metric is missing, and nothing minds."""
+    monkeypatch.setattr("tunebook.backends.together.session.metrics_of_step", lambda output: {})
+    settings = {**SETTINGS, "plan.max_steps": 2, "plan.epochs": "null", "samples.num_prompts": 0}
+    code = sft.main(
+        [
+            "backend=together",
+            f"backend.base_url={server.url}",
+            f"runs_dir={tmp_path}",
+            *(f"{key}={value}" for key, value in settings.items()),
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    assert "3.00 USD an hour" in " ".join(shown.split())
+    [run] = [RunDir.open(path.parent) for path in tmp_path.rglob("run.json")]
+    assert len(run.metrics()) == 2
+    assert all("train/loss" in row and "train/grad_norm" not in row for row in run.metrics())
+    assert (run.path / "report.html").is_file()

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tunebook.backends.base import Capabilities
 from tunebook.backends.together.adapters import lora_config
-from tunebook.backends.together.catalogue import Offer, read_offer
+from tunebook.backends.together.catalogue import Catalogue, not_on_service
 from tunebook.backends.together.connection import Connection
 from tunebook.backends.together.link import Link
 from tunebook.backends.together.queue import RemoteQueue
 from tunebook.backends.together.resource import ResourceSettings
-from tunebook.backends.together.service import (
-    TogetherService,
-    make_client,
-    service_errors,
-)
+from tunebook.backends.together.service import TogetherService
 from tunebook.backends.together.session import TogetherSession
-from tunebook.errors import BackendError, CheckpointError, ConfigError
+from tunebook.errors import BackendError, ConfigError
 from tunebook.runs.attempts import shielded
 from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
 
@@ -115,8 +110,13 @@ class TogetherBackend:
                 "tokens_per_second": tokens_per_second,
             },
         )
-        self._service = TogetherService(base_url)
-        self._model = model
+        self._catalogue = Catalogue(
+            TogetherService(base_url),
+            service_model,
+            gpu_type=gpu_type,
+            borrowed_id=model_resources_id,
+            generator_replicas=generator_replicas,
+        )
         self._service_model = service_model
         self._borrowed_id = model_resources_id
         self._generator_replicas = generator_replicas
@@ -132,13 +132,14 @@ class TogetherBackend:
         self._max_cost = max_cost
         self._tokens_per_second = tokens_per_second
         self._tokenizer = (tokenizer or model, revision, chat_template, trust_remote_code)
-        self._offer: Offer | None = None
-        self._borrowed: Any = None
-        self._price: tuple[float, str] | None = None
         self._connection: Connection | None = None
         self._sessions: dict[str, TogetherSession] = {}
+        self._opening = threading.RLock()
+        """Sweeps open sessions in several threads, and only one may make the resource."""
         self._full_weights_used = False
         self._closed = False
+        self._one_connection = threading.Lock()
+        """Several threads may open their first sessions at once; all share one resource."""
 
     def __enter__(self) -> Self:
         return self
@@ -154,11 +155,11 @@ class TogetherBackend:
     @property
     def capabilities(self) -> Capabilities:
         """What the service's catalogue says, and of a borrowed resource what it is."""
-        offer = self._read_offer()
+        offer = self._catalogue.offer()
         replicas = self._generator_replicas
         lora, full = offer.lora is not None, offer.full is not None
         if self._borrowed_id is not None:
-            borrowed = self._read_borrowed()
+            borrowed = self._catalogue.borrowed()
             replicas = borrowed.compute_config.num_generator_replicas
             lora, full = borrowed.lora_enabled, not borrowed.lora_enabled
         return Capabilities(
@@ -169,17 +170,18 @@ class TogetherBackend:
             losses=None,
             max_seq_len=offer.max_seq_len,
             temperature=False,
+            stop_ids=False,
             bills=True,
             files=False,
         )
 
     def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
-        offer = self._read_offer()
+        offer = self._catalogue.offer()
         mode = offer.full if lora is None else offer.lora
         if mode is None:
             what = "full weights" if lora is None else "adapters"
             raise ConfigError(f"{self._service_model}: the service does not train its {what}")
-        if self._borrowed_id is not None and self._read_borrowed().lora_enabled != (
+        if self._borrowed_id is not None and self._catalogue.borrowed().lora_enabled != (
             lora is not None
         ):
             raise ConfigError(
@@ -200,7 +202,7 @@ class TogetherBackend:
                     "optimizer.kind=muon needs full weights (lora=null) on this service; use adamw"
                 )
         if start is not None:
-            self._check_start(start, lora)
+            self._catalogue.check_start(start, lora)
         return None
 
     def estimate(self, workload: Workload) -> Estimate:
@@ -214,7 +216,7 @@ class TogetherBackend:
         forward = workload.num_evaluations * sum(workload.eval_lengths)
         forward += sum(workload.scored_lengths)
         seconds = (train_tokens + forward / 3) / self._tokens_per_second
-        price, currency = self._read_price(workload.lora is not None)
+        price, currency = self._catalogue.price_per_hour(workload.lora is not None)
         cost = price * seconds / 3600
         basis = (
             f"{price:.2f} {currency} an hour while the resource is ready; assumed are "
@@ -243,67 +245,18 @@ class TogetherBackend:
         restore: CheckpointRef | None = None,
         with_optimizer: bool = True,
     ) -> TogetherSession:
-        if self._closed:
-            raise BackendError("this backend is closed")
-        if name in self._sessions:
-            raise BackendError(f"a session called {name!r} is open already; give another name")
         if lora is not None:
             lora_config(lora)
         if restore is not None and restore.path.is_absolute():
-            raise _not_on_service(restore)
-        connection = self._connect(lora is not None)
-        resource = connection.resource
-        resource.require(lora=lora is not None, run=str(directory))
-        if lora is None and restore is not None and self._full_weights_used:
-            # The weights of such a resource go on from one session to the next.
-            connection.loop.run(resource.renew())
-        self._full_weights_used = lora is None
-        base = (restore.location if restore else None, with_optimizer)
-
-        async def open_link(checkpoint_id: str | None, with_optimizer: bool) -> Link:
-            return await connection.open_link(name, lora, checkpoint_id, with_optimizer)
-
-        async def reopen(checkpoint_id: str | None, with_optimizer: bool) -> Link:
-            await resource.replace(queue.link.resource_id)
-            return await open_link(checkpoint_id, with_optimizer)
-
-        link = connection.loop.run(open_link(*base))
-        queue = RemoteQueue(
-            name,
-            link,
-            connection.loop,
-            connection.notes,
-            reopen=reopen,
-            base=base,
-            recover=self._recover,
-            stall_timeout=self._stall_timeout,
-        )
-        offer = self._read_offer()
-        mode = offer.full if lora is None else offer.lora
-
-        def open_at(ref: CheckpointRef) -> TogetherSession:
-            return self.open_session(
-                f"{name} at {ref.name}",
-                lora,
-                directory=directory,
-                restore=ref,
-                with_optimizer=False,
-            )
-
-        session = TogetherSession(
-            name,
-            lora,
-            queue,
-            at=base[0],
-            own_losses=self._own_losses,
-            has_generator=resource.has_generator,
-            max_seq_len=mode.max_seq_len if mode else None,
-            download=self._download,
-            open_at=open_at,
-            on_close=lambda: self._end(name, queue),
-        )
-        self._sessions[name] = session
-        return session
+            raise not_on_service(restore)
+        with self._opening:
+            if self._closed:
+                raise BackendError("this backend is closed")
+            if name in self._sessions:
+                raise BackendError(f"a session called {name!r} is open already; give another name")
+            session = self._open(name, lora, directory, (restore, with_optimizer))
+            self._sessions[name] = session
+            return session
 
     def close(self) -> None:
         """Stops a resource that was made, with its sessions; a borrowed one keeps running."""
@@ -318,98 +271,107 @@ class TogetherBackend:
                 if self._connection is not None:
                     self._connection.close()
 
+    def _open(
+        self,
+        name: str,
+        lora: LoraConfig | None,
+        directory: Path,
+        start: tuple[CheckpointRef | None, bool],
+    ) -> TogetherSession:
+        """A session that begins from a checkpoint, with or without its optimizer."""
+        connection = self._connect(lora is not None)
+        resource = connection.resource
+        resource.require(lora=lora is not None, run=str(directory.parent))
+        restore, with_optimizer = start
+        if lora is None and restore is not None and self._full_weights_used:
+            # The weights of such a resource go on from one session to the next.
+            connection.loop.run(resource.renew())
+        self._full_weights_used = lora is None
+        base = (restore.location if restore else None, with_optimizer)
+
+        async def open_link(checkpoint_id: str | None, with_optimizer: bool) -> Link:
+            return await connection.open_link(name, lora, checkpoint_id, with_optimizer)
+
+        async def reopen(checkpoint_id: str | None, with_optimizer: bool) -> Link:
+            lost = queue.link
+            if lora is None:
+                await resource.renew()
+            else:
+                await resource.replace(lost.resource_id)
+            if resource.id == lost.resource_id:
+                await connection.stop_session(lost.session_id)  # it may hold its place still
+            return await open_link(checkpoint_id, with_optimizer)
+
+        link = connection.loop.run(open_link(*base))
+        queue = RemoteQueue(
+            name,
+            link,
+            connection.loop,
+            connection.notes,
+            reopen=reopen,
+            base=base,
+            recover=self._recover,
+            stall_timeout=self._stall_timeout,
+        )
+        offer = self._catalogue.offer()
+        mode = offer.full if lora is None else offer.lora
+
+        def open_at(ref: CheckpointRef) -> TogetherSession:
+            return self.open_session(
+                f"{name} at {ref.name}",
+                lora,
+                directory=directory,
+                restore=ref,
+                with_optimizer=False,
+            )
+
+        return TogetherSession(
+            name,
+            lora,
+            queue,
+            at=base[0],
+            own_losses=self._own_losses,
+            has_generator=resource.has_generator,
+            max_seq_len=mode.max_seq_len if mode else None,
+            download=self._download,
+            open_at=open_at,
+            on_close=lambda: self._end(name, queue),
+        )
+
     def _end(self, name: str, queue: RemoteQueue) -> None:
         """Gives the place of a session on the service to another one."""
         self._sessions.pop(name, None)
         assert self._connection is not None
         with shielded():
             self._connection.loop.run(self._connection.stop_session(queue.link.session_id))
-            self._connection.notes.say()
+            self._connection.say()
 
     def _connect(self, lora: bool) -> Connection:
-        if self._connection is None:
-            what = {
-                "base_model": self._service_model,
-                "compute_config": {
-                    "num_generator_replicas": self._generator_replicas,
-                    **({"gpu_type": self._gpu_type} if self._gpu_type else {}),
-                },
-                "optimizer_config": OPTIMIZERS[self._optimizer],
-                "inactive_timeout": self._inactive_timeout,
-            }
-            settings = ResourceSettings(
-                service=self._service,
-                borrowed_id=self._borrowed_id,
-                what=what,
-                inactive_timeout=self._inactive_timeout,
-                ready_timeout=self._ready_timeout,
-                keep_alive=self._keep_alive,
-                price=None if self._borrowed_id else self._read_price(lora),
-            )
-            self._connection = Connection(settings, retry_budget=self._retry_budget)
-        return self._connection
+        with self._one_connection:
+            if self._connection is None:
+                self._connection = self._make_connection(lora)
+            return self._connection
 
-    def _read_offer(self) -> Offer:
-        if self._offer is None:
-            with self._asking() as client:
-                self._offer = read_offer(client, self._service_model, gpu_type=self._gpu_type)
-        return self._offer
-
-    def _read_borrowed(self) -> Any:
-        if self._borrowed is None:
-            with self._asking() as client:
-                found = client.post_training.model_resources.retrieve(str(self._borrowed_id))
-            if found.base_model != self._service_model:
-                raise ConfigError(
-                    f"backend.model_resources_id={self._borrowed_id}: it trains "
-                    f"{found.base_model}, not {self._service_model}"
-                )
-            self._borrowed = found
-        return self._borrowed
-
-    def _read_price(self, lora: bool) -> tuple[float, str]:
-        if self._price is None:
-            with self._asking() as client:
-                found = client.post_training.model_resources.estimate_cost(
-                    base_model=self._service_model,
-                    compute_config={"num_generator_replicas": self._generator_replicas},
-                    lora_enabled=lora,
-                )
-            self._price = (found.price_per_hour, found.currency)
-        return self._price
-
-    def _check_start(self, start: CheckpointRef, lora: LoraConfig | None) -> None:
-        if start.path.is_absolute():
-            raise _not_on_service(start)
-        from together import NotFoundError
-
-        with self._asking() as client:
-            try:
-                found = client.post_training.checkpoints.retrieve(start.location)
-            except NotFoundError as error:
-                raise CheckpointError(
-                    f"{start.location}: the service has no such checkpoint, or not for this key"
-                ) from error
-        rank = None if lora is None else lora.rank
-        if found.type != "CHECKPOINT_TYPE_TRAINING":
-            raise CheckpointError(
-                f"{start.location}: it is for inference; a session begins from a training "
-                "checkpoint only"
-            )
-        if found.base_model != self._service_model:
-            raise CheckpointError(
-                f"{start.location}: it is of {found.base_model}, not of {self._service_model}"
-            )
-        if found.lora_rank != rank:
-            raise CheckpointError(
-                f"{start.location}: it has {_rank_text(found.lora_rank)}, the config asks for "
-                f"{_rank_text(rank)}"
-            )
-
-    @contextmanager
-    def _asking(self) -> Iterator[Any]:
-        with make_client(self._service.base_url) as client, service_errors(self._service.base_url):
-            yield client
+    def _make_connection(self, lora: bool) -> Connection:
+        what = {
+            "base_model": self._service_model,
+            "compute_config": {
+                "num_generator_replicas": self._generator_replicas,
+                **({"gpu_type": self._gpu_type} if self._gpu_type else {}),
+            },
+            "optimizer_config": OPTIMIZERS[self._optimizer],
+            "inactive_timeout": self._inactive_timeout,
+        }
+        settings = ResourceSettings(
+            service=self._catalogue.service,
+            borrowed_id=self._borrowed_id,
+            what=what,
+            inactive_timeout=self._inactive_timeout,
+            ready_timeout=self._ready_timeout,
+            keep_alive=self._keep_alive,
+            price=None if self._borrowed_id else self._catalogue.price_per_hour(lora),
+        )
+        return Connection(settings, retry_budget=self._retry_budget)
 
     def _download(self, checkpoint_id: str, directory: Path) -> Path:
         """The folder, with what an inference checkpoint is made of and the tokenizer."""
@@ -427,7 +389,10 @@ class TogetherBackend:
         )
         assert self._connection is not None
         lora = self._connection.resource.lora
-        with self._asking() as client, replaced_folder(directory, num_bytes=0) as temporary:
+        with (
+            self._catalogue.asking() as client,
+            replaced_folder(directory, num_bytes=0) as temporary,
+        ):
             download_checkpoint(
                 client,
                 checkpoint_id,
@@ -460,14 +425,3 @@ def _check_settings(
     for name, value in above_0.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"backend.{name}={value}: must be above 0, or null")
-
-
-def _rank_text(rank: int | None) -> str:
-    return "full weights" if rank is None else f"an adapter of rank {rank}"
-
-
-def _not_on_service(ref: CheckpointRef) -> CheckpointError:
-    return CheckpointError(
-        f"{ref.location}: the service cannot load a folder of this machine. Start from a run that "
-        "was trained there, or from together://<id of a training checkpoint>"
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tunebook.backends.together.adapters import lora_config
@@ -27,6 +28,8 @@ STOP_TIMEOUT_S = 300.0
 LOOK_S = 0.2
 REQUEST_TIMEOUT_S = 300.0
 MAX_CONNECTIONS = 256
+RETRY_HEADER = "x-stainless-retry-count"
+"""How often the SDK has sent a request before."""
 FIRST_DELAYS = (0.75, 1.5, 3.0, 6.0)
 LONGEST_DELAY = 7.5
 """Seconds that the SDK waits at least before its first retries, and before each further one."""
@@ -40,8 +43,9 @@ class Connection:
         self.notes = Notes()
         self.loop = LoopThread()
         self._retry_budget = retry_budget
+        self._num_retries = 0
         self._client = self.loop.run(
-            _open_client(base_url, max_retries=retries_within(retry_budget))
+            _open_client(base_url, retries_within(retry_budget), self._count_retry)
         )
         self.resource = ModelResource(settings, self._client, self.loop, self.notes)
 
@@ -88,6 +92,22 @@ class Connection:
         except RemoteError as error:
             if error.code != "session_not_active":
                 self.notes.add("session_not_stopped", f"session {session_id} is left: {error}")
+
+    async def _count_retry(self, request: Any) -> None:
+        if int(request.headers.get(RETRY_HEADER, 0)) > 0:
+            self._num_retries += 1
+
+    def say(self) -> None:
+        """Says what was noted, how many requests were sent again among it."""
+        if self._num_retries:
+            self.notes.add(
+                "retries",
+                f"{self._num_retries} requests were sent again",
+                shown=False,
+                count=self._num_retries,
+            )
+            self._num_retries = 0
+        self.notes.say()
 
     def close(self) -> None:
         """Stops or leaves the resource, then ends all connections."""
@@ -151,9 +171,12 @@ def retries_within(budget: float) -> int:
     return count
 
 
-async def _open_client(base_url: str, *, max_retries: int) -> Any:
+async def _open_client(
+    base_url: str, max_retries: int, on_request: Callable[[Any], Awaitable[None]]
+) -> Any:
     """The SDK's client on the loop that this runs on."""
     import httpx
+    import together.post_training  # noqa: F401  (its import makes long token lists fast to send)
     from together import AsyncTogether, DefaultAsyncHttpxClient
 
     return AsyncTogether(
@@ -164,7 +187,8 @@ async def _open_client(base_url: str, *, max_retries: int) -> Any:
         http_client=DefaultAsyncHttpxClient(
             limits=httpx.Limits(
                 max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
-            )
+            ),
+            event_hooks={"request": [on_request]},
         ),
     )
 

@@ -25,7 +25,7 @@ UPLOAD_BYTES = 512 * 1024
 MAX_ROWS = 4096
 """Rows that the service takes in one operation."""
 FIRST_POLL_S = 0.05
-LAST_POLL_S = 1.0
+LAST_POLL_S = 0.5
 """Seconds between two questions about an operation, at first and in the end."""
 CROSS_ENTROPY = {"type": "LOSS_TYPE_CROSS_ENTROPY"}
 DONE, FAILED = "TRAINING_OPERATION_STATUS_COMPLETED", "TRAINING_OPERATION_STATUS_FAILED"

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CLEAN_UP_S = 10.0
 
 
 class LoopThread:
@@ -24,12 +25,18 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The value of a coroutine, or what it raised; an interrupt cancels it."""
-        future = self.start(work)
+        """The value of a coroutine, or what it raised.
+
+        An interrupt cancels it, and goes on once the coroutine has cleaned up behind itself.
+        """
+        ended = threading.Event()
+        future = self.start(_ending(work, ended))
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if not future.done():
+                future.cancel()
+                ended.wait(CLEAN_UP_S)
             raise
 
     def call_soon(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -53,3 +60,10 @@ class LoopThread:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
         finally:
             self._loop.close()
+
+
+async def _ending(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await work
+    finally:
+        ended.set()

@@ -151,6 +151,9 @@ class RemoteQueue:
             self._notes.say()
             if done:
                 return
+            for task in self._tasks:
+                if task.done() and not self._closed:
+                    task.result()  # a fault of ours: nothing would ever come back
             now = time.monotonic()
             idle_s = now - max(started, self._progress_at)
             if self._stall_timeout is not None and idle_s >= self._stall_timeout:
@@ -214,9 +217,14 @@ class RemoteQueue:
                 assert operation.finish is not None, "what was in its way has failed or recovered"
                 value = operation.settled(await operation.finish())
             except RemoteError as error:
-                if not error.recoverable or not await self._recovered(error):
+                try:
+                    if error.recoverable and await self._recovered(error):
+                        continue
+                except Exception as again:
+                    self._fail(operation, again)
+                else:
                     self._fail(operation, error)
-                    return
+                return
             except Exception as error:
                 self._fail(operation, error)
                 return

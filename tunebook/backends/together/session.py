@@ -93,8 +93,8 @@ class TogetherSession:
         self._generator: Callable[[], TogetherGenerator | None] = lambda: None
 
     @property
-    def trainable_parameters(self) -> int:
-        raise BackendError("the service does not say how many parameters a session trains")
+    def trainable_parameters(self) -> None:
+        return None
 
     def forward(self, data: Sequence[Datum]) -> Future[list[Tensor]]:
         rows = list(data)
@@ -152,10 +152,7 @@ class TogetherSession:
             sent = await link.small("optim_step", **arguments)
 
             async def finish() -> Metrics:
-                output = await sent.output()
-                metrics = (output.model_extra or {}).get("metrics") or {}
-                # The hosted service tells the number of the step and nothing else.
-                return {name: float(value) for name, value in metrics.items()}
+                return metrics_of_step(await sent.output())
 
             return finish
 
@@ -339,6 +336,12 @@ class TogetherSession:
                     f"row {row} has the temperature {datum.columns['temperature']!r}; the service "
                     "trains log-probs of temperature 1 only"
                 )
+
+
+def metrics_of_step(output: Any) -> Metrics:
+    """What our server tells of an optimizer step; the hosted service only numbers it."""
+    metrics = (output.model_extra or {}).get("metrics") or {}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def optimizer_arguments(params: OptimizerParams) -> dict[str, Any]:
