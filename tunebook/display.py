@@ -30,6 +30,7 @@ from rich.table import Column
 from rich.text import Text
 
 from tunebook.errors import TunebookError
+from tunebook.notebook_progress import in_notebook, progress_for
 
 LIVE_BAR_WIDTH = 10
 """Characters of the bar on a terminal; 80 then hold loss, evaluation and time left too."""
@@ -53,7 +54,15 @@ def make_console(stream: IO[str] | None = None) -> Console:
     stream = sys.stdout if stream is None else stream
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
-    return Console(file=stream, highlight=False)
+    # In a notebook rich would make a display of every line, and its kernel asks for colours;
+    # plain text goes into one output.
+    terminal = False if in_notebook(stream) else None
+    return Console(file=stream, highlight=False, force_jupyter=False, force_terminal=terminal)
+
+
+def is_live(console: Console) -> bool:
+    """Whether what is shown can be drawn anew: on a terminal, and in a notebook."""
+    return (console.is_terminal and not console.is_dumb_terminal) or in_notebook(console.file)
 
 
 def can_draw(console: Console) -> bool:
@@ -150,7 +159,7 @@ def progress_display(
         console: None = standard output.
     """
     console = make_console() if console is None else console
-    if (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter:
+    if is_live(console):
         with _LiveProgress(total_steps, done, console) as live, displayed(live):
             yield live
         return
@@ -300,13 +309,12 @@ class _LiveProgress:
         self._loss = ""
         self._others = ""
         self._count: TaskID | None = None
-        self._progress = Progress(
+        self._progress = progress_for(
+            console,
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=LIVE_BAR_WIDTH),
             _StateColumn(console),
-            console=console,
-            refresh_per_second=8,
         )
         self._task = self._progress.add_task("step", total=total_steps, completed=done, parts={})
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tunebook.curves import sparkline
-from tunebook.display import can_draw, duration_text
+from tunebook.display import can_draw, duration_text, short_path
 from tunebook.text_tables import add_line, as_text, count_text, lines_of, print_table, two_columns
 
 BAR_WIDTH = 30
@@ -72,6 +74,12 @@ def downgrade_text(token: str) -> str:
     return (f"{words} ({cause})" if cause else words).replace("_", " ")
 
 
+def _place(text: Any) -> str:
+    """A path from where the person stands; anything else as it is."""
+    text = "" if text is None else str(text)
+    return short_path(Path(text)) if os.path.isabs(text) else text
+
+
 def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     table = two_columns()
     _add_head(table, plan)
@@ -87,11 +95,11 @@ def _add_head(table: Table, plan: Mapping[str, Any]) -> None:
         "model", "start_from", "backend", "loss", "reference", "normalization", "rollout",
         "reward", "environment", "monitor",
     ):  # fmt: skip
-        add_line(table, key.replace("_", " "), plan.get(key))
+        add_line(table, key.replace("_", " "), _place(plan.get(key)))
 
 
 def _add_data(table: Table, plan: Mapping[str, Any], *, unicode: bool) -> None:
-    add_line(table, "data", ", ".join(map(str, plan.get("data") or [])))
+    add_line(table, "data", ", ".join(map(_place, plan.get("data") or [])))
     _add_rows(table, plan)
     _add_tokens(table, plan, unicode)
 

@@ -48,14 +48,16 @@ def lines_of(table: Table) -> list[tuple[str, str]]:
 def as_text(table: RenderableType, width: int) -> str:
     """A table, or what else rich can draw, as plain text without spaces at the ends of lines."""
     buffer = io.StringIO()
-    console = Console(file=buffer, width=width, color_system=None, legacy_windows=False)
+    console = Console(
+        file=buffer, width=width, color_system=None, legacy_windows=False, force_jupyter=False
+    )
     console.print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
 def print_table(console: Console, table: Table) -> None:
     """Prints a table: in colour on a terminal, as plain text into a file or pipe."""
-    if console.is_terminal or console.is_jupyter:
+    if console.is_terminal:
         console.print(table)
     else:
         console.print(Text(as_text(table, PIPE_WIDTH)), soft_wrap=True, end="")
@@ -63,7 +65,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def columns_fit(console: Console, columns: Columns) -> bool:
     """Whether no line would be wider than the terminal; in a file or pipe there is no limit."""
-    if not (console.is_terminal or console.is_jupyter):
+    if not console.is_terminal:
         return True
     return _width(console, _column_table(console, columns)) <= console.width
 
@@ -79,8 +81,7 @@ def print_columns(console: Console, columns: Columns) -> None:
 
 
 def _column_table(console: Console, columns: Columns) -> Table:
-    terminal = console.is_terminal or console.is_jupyter
-    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     for heading in columns:
         table.add_column(heading, no_wrap=True)
     for cells in zip(*columns.values(), strict=True):

@@ -7,10 +7,12 @@ import sys
 import pytest
 
 from recipes import grpo, sft
+from tunebook.errors import ConfigError
 from tunebook.launch import run_recipe
 from tunebook.runs import RunDir, cancellation
 from tunebook.sweeps.display import SweepDisplay
 from tunebook.sweeps.record import SweepDir
+from tunebook.sweeps.sweep import run_sweep
 
 SMALL = (
     "--multirun", "data.limit=24", "eval.fraction=0.2", "eval.min_rows=1", "plan.batch_size=8",
@@ -210,3 +212,24 @@ def test_a_file_names_the_trials_of_grpo(here):
         RunDir.open(sweep.run_of(each).path).read_config()["lora"]["rank"] for each in sweep.trials
     ]
     assert ranks == [2, 4]
+
+
+def test_a_sweep_in_python_is_that_of_the_command_line(here, capsys):
+    common = [*SMALL[1:], "plan.epochs=null", "plan.max_steps=2"]
+    jobs = [[f"optimizer.learning_rate={rate}", *common] for rate in ("1e-4", "1e-2")]
+    made = run_sweep("sft", sft.prepare, sft.train, jobs)
+    assert made.path == sweep_in(here).path and states(made) == ["succeeded"] * 2
+    assert [trial.label for trial in made.trials] == [
+        "learning_rate=1e-4",
+        "learning_rate=1e-2",
+    ]
+    assert run("--multirun", f"sweep.resume={made.path}") == 0  # nothing is missing
+    assert [trial.run for trial in SweepDir.open(made.path).trials] == [
+        trial.run for trial in made.trials
+    ]
+
+
+def test_in_python_too_nothing_is_trained_where_a_job_cannot_run(here, capsys):
+    with pytest.raises(ConfigError, match="nothing was trained"):
+        run_sweep("sft", sft.prepare, sft.train, [[*SMALL[1:]], [*SMALL[1:], "max_seq_len=100000"]])
+    assert not (here / "runs").exists() or not list((here / "runs").glob("s*/*"))

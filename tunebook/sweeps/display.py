@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from tunebook.display import LIVE_BAR_WIDTH, displayed, headlines
+from tunebook.display import LIVE_BAR_WIDTH, displayed, headlines, is_live
+from tunebook.notebook_progress import progress_for
 from tunebook.runs import redact
 from tunebook.sweeps.trial import Trial
 from tunebook.types import StepReport
@@ -27,21 +28,20 @@ class SweepDisplay:
 
     def __init__(self, console: Console, num_trials: int) -> None:
         self._console = console
-        self._live = (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter
+        self._live = is_live(console)
         self._evaluations: dict[int, str] = {}
         self._lines: dict[int, TaskID] = {}
         label = Column(
             no_wrap=True, overflow="ellipsis", max_width=max(MIN_LABEL, console.width // 3)
         )
-        self._progress = Progress(
+        self._progress = progress_for(
+            console,
             TextColumn("{task.description}", table_column=label),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=LIVE_BAR_WIDTH),
             TextColumn(
                 "{task.fields[state]}", table_column=Column(no_wrap=True, overflow="ellipsis")
             ),
-            console=console,
-            refresh_per_second=8,
             disable=not self._live,
         )
         self._over = 0

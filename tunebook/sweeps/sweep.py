@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 
 from tunebook.admission import check_limits, needs_estimate
 from tunebook.backends.base import Backend
-from tunebook.compose import as_dict, resumed_config
+from tunebook.compose import as_dict, compose, resumed_config
 from tunebook.config import RecipeConfig, SweepConfig
-from tunebook.display import make_console, tunebook_command
+from tunebook.display import make_console, short_path, tunebook_command
 from tunebook.errors import ConfigError, TunebookError
 from tunebook.launch import Prepare, Train, prepared, stop_signals
 from tunebook.opening import LOCAL, build_backend
@@ -60,7 +60,7 @@ class Sweep:
         self._begun = False
         self._dry_run = False
 
-    def begin(self, config: DictConfig) -> Path:
+    def begin(self, config: DictConfig | RecipeConfig) -> Path:
         """The folder of the sweep: a new one, or that of the sweep which goes on."""
         if config.sweep.resume is not None:
             found = SweepDir.open(config.sweep.resume)
@@ -282,17 +282,42 @@ class Sweep:
             if trial.why is not None:
                 self._say(f"{trial.name}: {trial.why}")
         command = tunebook_command()
+        where = short_path(sweep.path)
         lines = [
-            f"The sweep is {sweep.path}, on one page in report.html there",
-            f"  {command} runs compare {sweep.path}",
+            f"The sweep is {where}, on one page in report.html there",
+            f"  {command} runs compare {where}",
         ]
         left = [trial for trial in self._trials if trial.state not in FINAL]
         if left:
             lines += [
                 f"To train the {len(left)} that are missing:",
-                f"  {command} {self._recipe} --multirun sweep.resume={sweep.path}",
+                f"  {command} {self._recipe} --multirun sweep.resume={where}",
             ]
         self._say("\n".join(lines))
+
+
+def run_sweep(
+    recipe: str, prepare: Prepare, train: Train, jobs: Sequence[Sequence[str]]
+) -> SweepDir:
+    """Trains jobs together, as `--multirun` does; returns the sweep, which has what became of each.
+
+    Args:
+        recipe: name of the recipe.
+        prepare: of the recipe.
+        train: of the recipe.
+        jobs: override lines of each, for example `["lora.rank=4", "plan.epochs=2"]`.
+
+    Raises:
+        TunebookError: any of them cannot run; then none is trained.
+    """
+    configs = [compose(recipe, lines) for lines in jobs]
+    sweep = Sweep(recipe, prepare, train)
+    try:
+        folder = sweep.begin(configs[0])
+        sweep.train(list(zip(jobs, configs, strict=True)), first=0, whole=True)
+    finally:
+        sweep.end()
+    return SweepDir.open(folder)
 
 
 UNRECORDED = ("sweep.resume=", "sweep.max_at_once=", "dry_run=")
