@@ -51,13 +51,13 @@ def make_console(stream: IO[str] | None = None) -> Console:
 
     Colours need a terminal and no `NO_COLOR`; characters the stream has no code for print as `?`.
     """
-    stream = sys.stdout if stream is None else stream
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="replace")
+    file: IO[str] = sys.stdout if stream is None else stream
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")
     # In a notebook rich would make a display of every line, and its kernel asks for colours;
     # plain text goes into one output.
-    terminal = False if in_notebook(stream) else None
-    return Console(file=stream, highlight=False, force_jupyter=False, force_terminal=terminal)
+    terminal = False if in_notebook(file) else None
+    return Console(file=file, highlight=False, force_jupyter=False, force_terminal=terminal)
 
 
 def is_live(console: Console) -> bool:
