@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from tests.backends.tiny import write_model
 from tests.serve.hostile import (
     KINDS,
     RESOURCES,
@@ -358,6 +359,11 @@ class Fuzz:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
 
+def make_server(folder: Path) -> ServerProcess:
+    """A server over a model of 256 positions: the longest completion takes a second or so."""
+    return ServerProcess(folder / "home", model=write_model(folder / "model", seed=0, tied=True))
+
+
 def run_fuzz(server: ServerProcess, *, seed: int, seconds: float, workers: int) -> Fuzz:
     """The attack, done; `findings` of it should be empty."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -414,7 +420,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(Path(folder) / "home").start()
+        server = make_server(Path(folder)).start()
         try:
             fuzz = run_fuzz(
                 server,
