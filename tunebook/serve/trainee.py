@@ -194,6 +194,7 @@ class Trainee:
                 self.save_snapshot(seq)
             origin = record.saved.origin
         record.published = Published(origin, seq, version)
+        self.has_new_snapshot = True  # what was published before may have kept one
         return version
 
     def worked(self, seconds: float) -> None:
