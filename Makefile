@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 BENCH ?= all
 
-.PHONY: quickstart setup test lint test-real smollm2 bench format build clean help
+.PHONY: quickstart setup test notebooks lint test-real smollm2 bench docs format build clean help
 
 help: ## show the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP) ## the whole suite, under 10 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadgroup -m 'not real'
 
+notebooks: $(STAMP) ## run the notebooks and keep what they show; NOTEBOOKS="notebooks/01_sft.ipynb" picks
+	$(BIN)/python scripts/run_notebooks.py $(NOTEBOOKS)
+
 test-real: $(STAMP) smollm2 ## the suite on SmolLM2-135M, under 20 minutes on 2 cores
 	$(PYTEST) -m real --durations 10
 
@@ -34,6 +37,9 @@ bench: $(STAMP) smollm2 ## compare with TRL, an hour or more on 2 idle cores; BE
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks.report
+
+docs: $(STAMP) ## the documentation as a web site, in build/site/
+	$(BIN)/python -m mkdocs build
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import cases, gemm, memory, startup
+from benchmarks import cases, gemm, memory, served, startup
 from benchmarks.cases import CONTESTANTS, Options
 from benchmarks.machine import circumstances
 from benchmarks.report import table
@@ -24,6 +24,7 @@ CASES = {
     "memory": memory.memory,
     "startup": startup.startup,
     "rendering": startup.rendering,
+    "served": served.served,
     "gemm": gemm.gemm,
 }
 

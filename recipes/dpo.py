@@ -24,7 +24,7 @@ from tunebook.data.rows import Kind
 from tunebook.errors import RunError
 from tunebook.evaluate import Monitor, choose_monitor, evaluate_loss
 from tunebook.losses import check_loss
-from tunebook.opening import check_backend, open_checkpoint, open_session
+from tunebook.opening import check_backend, open_checkpoint, open_session, price_of
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, mix, step_rows, steps
 from tunebook.planning import (
     check_resumed,
@@ -132,7 +132,7 @@ def prepare(config: DPOConfig) -> Task:
         available=[f"eval/{name}" for name in measured if name != "num_tokens"],
         default="eval/loss",
     )
-    trainable_parameters = check_backend(config)
+    can = check_backend(config)
     tracker = build(config.tracker, key="tracker") if config.tracker else None
     if tracker is not None:
         tracker.check()
@@ -143,7 +143,11 @@ def prepare(config: DPOConfig) -> Task:
     assert train_data is not None, "prepare_rows leaves at least one train row"
     eval_data = render_pair_side(rows.eval, tokenizer, config, side=Side.eval)
 
-    downgrades = downgrades_for(config, has_eval=eval_data is not None)
+    downgrades = downgrades_for(
+        config,
+        has_eval=eval_data is not None,
+        loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
+    )
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
@@ -157,7 +161,7 @@ def prepare(config: DPOConfig) -> Task:
         monitor=monitor if eval_data else None,
         downgrades=downgrades,
     )
-    summary["trainable_parameters"] = trainable_parameters
+    summary["trainable_parameters"] = can.trainable_parameters
     summary["reference"] = reference_text(config, loss_fn)
     summary["warnings"] += [
         *cut_rows(rows.train, train_data),
@@ -166,7 +170,7 @@ def prepare(config: DPOConfig) -> Task:
     ]
     if config.resume is not None:
         check_can_go_on(config, plan, monitor)
-    return Task(
+    task = Task(
         config=config,
         rows=rows,
         tokenizer=tokenizer,
@@ -180,13 +184,16 @@ def prepare(config: DPOConfig) -> Task:
         prompts=sample_prompts(
             kept_rows(rows, train_data, eval_data),
             tokenizer,
-            count=config.samples.num_prompts,
+            count=config.samples.num_prompts if can.has_generator else 0,
             max_tokens=config.max_seq_len - config.samples.max_tokens,
         ),
         tracker=tracker,
         downgrades=downgrades,
         summary=summary,
     )
+    if can.bills:
+        summary["estimate"] = price_of(config, task.workload)
+    return task
 
 
 def reference_text(config: DPOConfig, loss_fn: LossFn) -> str:
@@ -224,7 +231,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                 remaining = iter(())
             else:
                 remaining = steps(plan, task.sources, seed=config.seed, done=done)
-            for step, rows in remaining:
+            for step, rows in book.until_cancelled(remaining):
                 metrics = one_step(task, session, reference, step, rows)
                 evaluation = evaluate(task, session, reference) if step in saves_at else None
                 logged = metrics | (evaluation or {})
@@ -254,11 +261,13 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     break
             if step != book.saved_step:
                 book.save(session, step, None)
+        stop_reason = run.finalize(stop_reason)
         promoted = book.promoted()
         with closing(open_checkpoint(config, backend, run, promoted.ref)) as session:
             book.promote(session, promoted)
-            if stop_reason is not StopReason.CANCELLED:
-                sample(task, session, run, promoted.step)
+            if task.prompts and stop_reason is not StopReason.CANCELLED:
+                with run.phase("post_processing_s"):
+                    sample(task, session, run, promoted.step)
         run.finish(stop_reason, steps=step)
 
 

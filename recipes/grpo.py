@@ -43,7 +43,13 @@ from tunebook.groups import (
 )
 from tunebook.health import findings, stopping_rule
 from tunebook.losses import check_loss
-from tunebook.opening import check_backend, open_checkpoint, open_session, open_start
+from tunebook.opening import (
+    check_backend,
+    open_checkpoint,
+    open_session,
+    open_start,
+    price_of,
+)
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, mix, step_rows, stream_rows
 from tunebook.planning import check_resumed, downgrades_for, plan_for, summarize, workload_for
 from tunebook.preparation import PreparedRows, render_prompt_side, rows_for, tokenizer_for
@@ -160,11 +166,12 @@ def prepare(config: GRPOConfig) -> Task:
     """
     loss_fn = make_loss(config)
     num_sessions = 2 if needs_reference(config, loss_fn) else 1
-    trainable_parameters = check_backend(
+    can = check_backend(
         config,
         samples=True,
         num_sessions=num_sessions,
         temperature=config.rollout.temperature,
+        stop=config.rollout.stop,
     )
     tracker = build(config.tracker, key="tracker") if config.tracker else None
     if tracker is not None:
@@ -195,7 +202,8 @@ def prepare(config: GRPOConfig) -> Task:
         monitor=monitor if eval_data else None,
         downgrades=downgrades,
     )
-    summary["trainable_parameters"] = trainable_parameters
+    summary["trainable_parameters"] = can.trainable_parameters
+    summary["sessions"] = num_sessions
     summary["notes"] = [
         *summary["notes"],
         "a measured estimate is of training alone, with completions as long as they may be; "
@@ -207,7 +215,7 @@ def prepare(config: GRPOConfig) -> Task:
     ]
     if config.resume is not None:
         check_can_go_on(config, plan, monitor)
-    return Task(
+    task = Task(
         config=config,
         rows=rows,
         tokenizer=tokenizer,
@@ -223,6 +231,9 @@ def prepare(config: GRPOConfig) -> Task:
         downgrades=downgrades,
         summary=summary,
     )
+    if can.bills:
+        summary["estimate"] = price_of(config, task.workload)
+    return task
 
 
 def with_tools(rows: PreparedRows, config: GRPOConfig) -> PreparedRows:
@@ -351,7 +362,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
             if done and config.rollout.policy_lag:
                 run.event("policy_lag_begins_anew", step=done)
             batch: Batch | None = None
-            for step in range(done + 1, last + 1):
+            for step in book.until_cancelled(range(done + 1, last + 1)):
                 started = time.monotonic()
                 if batch is None:
                     batch = collect(task, begin(task, sampler, arena, step, taken), sampler, arena)
@@ -406,6 +417,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     break
             if step != book.saved_step:
                 book.save(session, step, None)
+        stop_reason = run.finalize(stop_reason)
         if stop_reason is not StopReason.CANCELLED:
             require_updates(run, rule)
         promoted = book.promoted()

@@ -23,7 +23,7 @@ from tunebook.config import SFTConfig
 from tunebook.data.rows import Kind
 from tunebook.evaluate import NLL_METRICS, Monitor, choose_monitor, evaluate_nll
 from tunebook.losses import check_loss
-from tunebook.opening import check_backend, open_checkpoint, open_session
+from tunebook.opening import check_backend, open_checkpoint, open_session, price_of
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, mix, step_rows, steps
 from tunebook.planning import (
     check_resumed,
@@ -105,7 +105,7 @@ def prepare(config: SFTConfig) -> Task:
     check_columns(loss_fn, COLUMNS, recipe="sft")
     check_loss(loss_fn)
     monitor = choose_monitor(config.eval, available=NLL_METRICS, default="eval/loss")
-    trainable_parameters = check_backend(config)
+    can = check_backend(config)
     tracker = build(config.tracker, key="tracker") if config.tracker else None
     if tracker is not None:
         tracker.check()
@@ -116,7 +116,11 @@ def prepare(config: SFTConfig) -> Task:
     assert train_data is not None, "prepare_rows leaves at least one train row"
     eval_data = render_side(rows.eval, tokenizer, config, side=Side.eval)
 
-    downgrades = downgrades_for(config, has_eval=eval_data is not None)
+    downgrades = downgrades_for(
+        config,
+        has_eval=eval_data is not None,
+        loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
+    )
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
@@ -130,11 +134,11 @@ def prepare(config: SFTConfig) -> Task:
         monitor=monitor if eval_data else None,
         downgrades=downgrades,
     )
-    summary["trainable_parameters"] = trainable_parameters
+    summary["trainable_parameters"] = can.trainable_parameters
     summary["warnings"] += check_resumed(config, summary)
     if config.resume is not None:
         check_can_go_on(config, plan, monitor)
-    return Task(
+    task = Task(
         config=config,
         rows=rows,
         tokenizer=tokenizer,
@@ -148,13 +152,16 @@ def prepare(config: SFTConfig) -> Task:
         prompts=sample_prompts(
             kept_rows(rows, train_data, eval_data),
             tokenizer,
-            count=config.samples.num_prompts,
+            count=config.samples.num_prompts if can.has_generator else 0,
             max_tokens=config.max_seq_len - config.samples.max_tokens,
         ),
         tracker=tracker,
         downgrades=downgrades,
         summary=summary,
     )
+    if can.bills:
+        summary["estimate"] = price_of(config, task.workload)
+    return task
 
 
 def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
@@ -182,7 +189,7 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                 remaining = iter(())
             else:
                 remaining = steps(plan, task.sources, seed=config.seed, done=done)
-            for step, rows in remaining:
+            for step, rows in book.until_cancelled(remaining):
                 metrics = one_step(task, session, step, rows)
                 evaluation = evaluate(task, session) if step in saves_at else None
                 logged = metrics | (evaluation or {})
@@ -209,11 +216,13 @@ def train(task: Task, backend: Backend, run: RunDir) -> Generator[StepReport]:
                     break
             if step != book.saved_step:
                 book.save(session, step, None)
+        stop_reason = run.finalize(stop_reason)
         promoted = book.promoted()
         with closing(open_checkpoint(config, backend, run, promoted.ref)) as session:
             book.promote(session, promoted)
-            if stop_reason is not StopReason.CANCELLED:
-                sample(task, session, run, promoted.step)
+            if task.prompts and stop_reason is not StopReason.CANCELLED:
+                with run.phase("post_processing_s"):
+                    sample(task, session, run, promoted.step)
         run.finish(stop_reason, steps=step)
 
 

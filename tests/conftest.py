@@ -1,6 +1,7 @@
 """What every test shares: a cache of its own, no hub, few threads."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell that starts the suite in the background has it ignore Ctrl-C, and what it starts inherits
+# that; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 USER_HOME = os.environ.get("TUNEBOOK_HOME", str(Path.home() / ".cache" / "tunebook"))
 
 

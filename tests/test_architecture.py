@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PURE = ("plan", "split", "schedule", "stopping", "token_weights")
 OURS = {"tunebook", "recipes", "configs", "loss_fns"}
-LAZY = {"torch", "transformers", "datasets", "wandb", "matplotlib", "pandas", "pyarrow"}
+LAZY = {
+    "torch", "transformers", "datasets", "wandb", "matplotlib", "pandas", "pyarrow", "together", "httpx",
+}  # fmt: skip
 
 
 def python_files(folder):
@@ -104,10 +106,25 @@ def test_heavy_packages_are_imported_where_they_are_used():
                 assert not heavy, (path, heavy)
 
 
+def test_the_hydra_launcher_costs_other_programs_nothing():
+    """Hydra imports its plugins in every program that uses it."""
+    [path] = python_files("hydra_plugins")
+    for name in imports(path, top_level_only=True):
+        assert not starts_with(name, OURS | LAZY), name
+
+
 def test_nothing_names_a_machine():
     """Files of the project hold no path of somebody's machine and no secret-looking key."""
     marks = ["/home/" + "user", "/ro" + "ot/", "/wo" + "rk/"]
-    for folder in ("tunebook", "recipes", "configs", "loss_fns", "scripts", "tests"):
+    for folder in (
+        "tunebook",
+        "recipes",
+        "configs",
+        "loss_fns",
+        "hydra_plugins",
+        "scripts",
+        "tests",
+    ):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".yaml", ".md", ".json"):
                 text = path.read_text(encoding="utf-8")

@@ -82,3 +82,10 @@ def test_generated_rows_are_seeded_and_as_long_as_asked():
 def test_advantages_are_centred_and_scaled():
     advantages = group_advantages([0.0, 1.0, 2.0])
     assert advantages == pytest.approx([-1.0, 0.0, 1.0], abs=1e-3)
+
+
+def test_the_way_through_a_server_gives_the_same_losses(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_HOME", str(tmp_path / "home"))
+    result = run(tmp_path / "out", "served", "--steps", "1")
+    assert result["ratios"]["step"]["served / local"] > 0
+    assert "## served" in document([result])

@@ -65,7 +65,7 @@ def test_the_wheel_holds_all_packages_and_assets(wheel):
         "recipes/dpo.py", "configs/dpo.yaml", "configs/experiment/dpo_quickstart.yaml",
         "loss_fns/dpo.py", "tunebook/assets/tiny_data/preferences.jsonl",
         "loss_fns/cross_entropy.py", "tunebook/assets/tiny_model/model.safetensors",
-        "tunebook/assets/tiny_data/chats.jsonl",
+        "tunebook/assets/tiny_data/chats.jsonl", "hydra_plugins/tunebook_launcher.py",
     ):  # fmt: skip
         assert name in names
     assert not any(name.startswith("tests/") for name in names)

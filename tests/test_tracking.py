@@ -304,6 +304,43 @@ def test_wandb_offline_writes_into_the_run_and_opens_no_connection(tmp_path: Pat
     assert not (tmp_path / "wandb").exists()
 
 
+TWO_AT_ONCE = """
+import sys
+from pathlib import Path
+from tests import test_tracking
+from tunebook.tracking import Feed, TrackedRun, WandbTracker
+feeds = []
+for name in ("first", "second"):
+    path = Path(sys.argv[1]) / name
+    path.mkdir()
+    run = TrackedRun(path=path, recipe="sft", name=name, tracker_id=name, attempt=1, config={})
+    feeds.append(Feed(WandbTracker("p", mode="offline"), run, after_step=0, warn=print))
+for step in (1, 2):
+    for number, feed in enumerate(feeds):
+        feed.log(step, {f"only/{number}": 1.0})
+for feed in feeds:
+    feed.finish(test_tracking.StopReason.COMPLETED)
+"""
+
+
+def test_two_runs_of_one_process_are_two_wandb_runs(tmp_path: Path) -> None:
+    """As the trials of a sweep are."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    for number, name in enumerate(("first", "second")):
+        (file,) = (tmp_path / name).glob(f"wandb/offline-run-*/run-{name}.wandb")
+        logged = file.read_bytes()
+        assert f"only/{number}".encode() in logged
+        assert f"only/{1 - number}".encode() not in logged
+
+
 def test_wandb_online_with_a_dead_network_costs_one_warning(tmp_path: Path) -> None:
     with local_server(hang) as (url, _):
         done = run_wandb(tmp_path, "online", url, finish_wait_s=0.5)

@@ -17,14 +17,18 @@ import typer
 
 from tunebook import __version__
 from tunebook.errors import ConfigError
+from tunebook.report_commands import add_report_commands
+from tunebook.runs_commands import (
+    PASS_ON,
+    AsJson,
+    OneRun,
+    Root,
+    add_run_commands,
+    runs_app,
+)
 
 RECIPES = "recipes"
 DEBUG_VARIABLE = "TUNEBOOK_DEBUG"
-PASS_ON = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
 
 app = typer.Typer(
     name="tunebook",
@@ -34,8 +38,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(runs_app, name="runs")
 rewards_app = typer.Typer(
     help="List the built-in rewards, or try rewards on saved completions.",
     invoke_without_command=True,
@@ -47,10 +49,7 @@ resources_app = typer.Typer(
 )
 app.add_typer(resources_app, name="resources")
 
-Root = Annotated[Path, typer.Option("--root", help="Folder of the runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ONE_RUN = "Run directory, number (12 or #12) or id."
-OneRun = Annotated[str, typer.Argument(metavar="RUN", help=ONE_RUN)]
+SWEEP_OR_RUNS = "Folder of a sweep; or runs, each by its directory, number (12 or #12) or id."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -170,6 +169,12 @@ def _serve(
     price_per_hour: Annotated[
         float, typer.Option(help="US dollars that cost estimates name.")
     ] = 0.0,
+    faults: Annotated[
+        Path | None, typer.Option(help="Plan of faults to make on purpose, for tests of clients.")
+    ] = None,
+    rates: Annotated[
+        str, typer.Option(help="How often clients may call: none, or hosted.")
+    ] = "none",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:<number> or mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     micro_batch_tokens: Annotated[
@@ -192,6 +197,8 @@ def _serve(
         token_env=token_env,
         max_sessions=max_sessions,
         price_per_hour=price_per_hour,
+        faults=faults,
+        rates=rates,
         engine={"device": device, "dtype": dtype, "micro_batch_tokens": micro_batch_tokens},
     )
 
@@ -231,74 +238,26 @@ def _losses(as_json: AsJson = False) -> None:
     print_columns(console, fitting)
 
 
-@runs_app.command("list")
-def _list(root: Root = Path("runs"), as_json: AsJson = False) -> None:
-    """List the runs of a folder; a narrow terminal gets fewer columns, a pipe all of them."""
-    from tunebook.display import make_console
-    from tunebook.runs.listing import list_runs, shown_state
-    from tunebook.runs.record import record_to_json
-    from tunebook.text_tables import columns_fit, print_columns
-
-    runs = list_runs(root)
-    if as_json:
-        _print_json(
-            [
-                {
-                    **record_to_json(run.record),
-                    "path": str(run.path),
-                    "shown_state": shown_state(run),
-                }
-                for run in runs
-            ]
-        )
-        return
-    if not runs:
-        print(f"No runs in {root.absolute()}.")
-        return
-    columns = {
-        "number": [f"#{run.record.number}" for run in runs],
-        "id": [run.record.id for run in runs],
-        "run": [f"{run.record.recipe}/{run.path.name}" for run in runs],
-        "state": [shown_state(run) for run in runs],
-        "steps": [_steps_cell(run) for run in runs],
-        "best": [_best_cell(run) for run in runs],
-        "model": ["yes" if run.record.model_available else "no" for run in runs],
-    }
-    layouts = [columns, {**columns, "best": [_short_best_cell(run) for run in runs]}]
-    for heading in ("best", "model", "steps", "id", "state"):
-        layouts.append({key: cells for key, cells in layouts[-1].items() if key != heading})
-    console = make_console()
-    fitting = next((one for one in layouts if columns_fit(console, one)), layouts[-1])
-    print_columns(console, fitting)
-
-
-@runs_app.command("show")
-def _show(run: OneRun, root: Root = Path("runs"), as_json: AsJson = False) -> None:
-    """Show what a run did, with its loss curve."""
-    from tunebook.display import make_console
-    from tunebook.report import render_summary
-    from tunebook.runs.listing import find_run, shown_state
-    from tunebook.runs.record import record_to_json
-
-    found = find_run(root, run)
-    if as_json:
-        extra = {"path": str(found.path), "shown_state": shown_state(found)}
-        _print_json({**record_to_json(found.record), **extra})
-        return
-    render_summary(make_console(), found)
-
-
 @runs_app.command("compare")
 def _compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=ONE_RUN)],
+    runs: Annotated[list[str], typer.Argument(metavar="SWEEP | RUN RUN...", help=SWEEP_OR_RUNS)],
     root: Root = Path("runs"),
     as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, of a sweep.")] = False,
 ) -> None:
-    """Put runs side by side: where their configs differ, and what came out."""
+    """Put runs side by side: where their configs differ, and what came out.
+
+    A sweep is one table with a line for each of its runs, the best first.
+    """
     from tunebook.runs.listing import compare_runs, find_run
 
-    if len(runs) < 2:
-        raise ConfigError("runs compare: name two runs or more.")
+    if len(runs) == 1:
+        from tunebook.sweeps.compare import find_sweep, print_sweep
+
+        print_sweep(find_sweep(root, runs[0]), as_json=as_json, as_csv=as_csv)
+        return
+    if as_csv:
+        raise ConfigError("runs compare --csv: name one sweep; runs that are named are for --json")
     comparison = compare_runs([find_run(root, run) for run in runs])
     if as_json:
         _print_json(
@@ -515,6 +474,10 @@ def _print_outcomes(outcomes: Iterable[Any]) -> None:
     raise typer.Exit(1 if failures else 0)
 
 
+add_run_commands(app, lambda name: _recipe_module(name))
+add_report_commands(app)
+
+
 def _add_recipe_command(name: str, summary: str) -> None:
     @app.command(
         name, context_settings=PASS_ON, add_help_option=False, help=summary, short_help=summary
@@ -587,11 +550,6 @@ def _print_row(index: int, row: Any) -> None:
         console.print(Text(f"  {role}: {message.get('content') or ''}"), soft_wrap=True)
 
 
-def _steps_cell(run: Any) -> str:
-    outcome = run.record.outcome
-    return "" if outcome is None else f"{outcome.steps}/{outcome.planned_steps}"
-
-
 def _matches_text(shown: int, split: str, search: str, offset: int, more: bool) -> str:
     """How many rows match is known only when the last of them is on the page."""
     if not shown:
@@ -603,18 +561,6 @@ def _matches_text(shown: int, split: str, search: str, offset: int, more: bool) 
     words = "row matches" if offset + shown == 1 else "rows match"
     where = f"; these are the last {shown}" if offset else ""
     return f"{offset + shown} {split} {words} {search!r}{where}."
-
-
-def _best_cell(run: Any) -> str:
-    evaluation = run.record.evaluation
-    if evaluation is None or evaluation.best is None:
-        return ""
-    return f"{evaluation.metric} {evaluation.best:.4f} @ {evaluation.best_step}"
-
-
-def _short_best_cell(run: Any) -> str:
-    evaluation = run.record.evaluation
-    return _best_cell(run) and _best_cell(run).removeprefix(f"{evaluation.metric} ")
 
 
 def _cell(value: Any) -> str:

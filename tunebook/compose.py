@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,6 +34,7 @@ from tunebook.errors import ConfigError, RunError, TunebookError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
 
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
+LAUNCHER = "hydra_plugins.tunebook_launcher.SweepLauncher"
 
 
 def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RecipeConfig:
@@ -59,7 +60,9 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
         raise explain_composition_error(error, recipe) from error
     for key, value in values.items():
         free = (
-            key in ("loss", "tracker", "environment") or FREE_SECTION.match(f"{key}=") is not None
+            key in ("loss", "tracker", "environment")
+            or FREE_SECTION.match(f"{key}=") is not None
+            or ("resume" in values and key.startswith("backend."))
         )
         _update(config, key, value, recipe, add=free)
     resume = config.get("resume")
@@ -69,11 +72,15 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
 
 
 def register_schemas() -> None:
-    """Makes the schema of every recipe known to Hydra."""
+    """Makes the schema of every recipe, and the launcher of sweeps, known to Hydra."""
     from hydra.core.config_store import ConfigStore
 
     for name, schema in SCHEMAS.items():
         ConfigStore.instance().store(name=f"{name}_schema", node=schema, provider="tunebook")
+    launcher = {"_target_": LAUNCHER}
+    ConfigStore.instance().store(
+        group="hydra/launcher", name="tunebook", node=launcher, provider="tunebook"
+    )
 
 
 def parse(config: DictConfig, recipe: str) -> RecipeConfig:
@@ -128,23 +135,38 @@ FREE_SECTION = re.compile(
 
 
 def open_free_sections(lines: Sequence[str]) -> list[str]:
-    """Override lines with `++` put before keys that need not exist, so nobody has to know it."""
-    return [f"++{line}" if FREE_SECTION.match(line) else line for line in lines]
+    """Override lines with `++` put before keys that need not exist, so nobody has to know it.
+
+    Of a run that goes on those of the backend are among them: it has its own, whatever the default.
+    """
+    resumes = any(line.startswith("resume=") for line in lines)
+    return [
+        f"++{line}"
+        if FREE_SECTION.match(line) or (resumes and line.startswith("backend."))
+        else line
+        for line in lines
+    ]
 
 
 RESUMABLE = (
     "plan.epochs", "plan.max_steps", "plan.checkpoint_every", "plan.hash", "plan.probe",
-    "early_stopping", "checkpoints", "tracker", "samples", "dry_run", "strict",
+    "early_stopping", "checkpoints", "limits", "tracker", "samples", "dry_run", "strict", "sweep",
     "backend.device", "backend.micro_batch_tokens", "backend.recompute",
     "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
+    "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
+    "backend.generator_replicas", "backend.inactive_timeout", "backend.ready_timeout",
+    "backend.keep_alive", "backend.stall_timeout", "backend.retry_budget", "backend.recover",
+    "backend.max_cost", "backend.tokens_per_second",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 
 
 def run_path(text: str, runs_dir: str) -> str:
-    """The absolute path that a path, a run's number or its id names."""
+    """The absolute path that a path, a run's number or its id names; an address stays as it is."""
     from tunebook.runs import find_run
 
+    if "://" in text:
+        return text  # the id of something that a service keeps
     path = os.path.abspath(os.path.expanduser(text))
     if os.path.exists(path):
         return path
@@ -240,8 +262,82 @@ def build_function(node: Mapping[str, Any], *, key: str) -> functools.partial[An
     return functools.partial(target, **parameters)
 
 
+class Sweeping(Protocol):
+    """What makes one sweep of the runs of a command line; see `tunebook.sweeps`."""
+
+    def begin(self, config: DictConfig) -> Path:
+        """The folder of the sweep, before its jobs are known.
+
+        Args:
+            config: of the command line, without any value that is swept.
+        """
+        ...
+
+    def overrides(self, jobs: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+        """The override lines of the jobs, where those given only say which sweep goes on."""
+        ...
+
+    def train(
+        self, jobs: Sequence[tuple[Sequence[str], RecipeConfig]], *, first: int, whole: bool
+    ) -> list[float | None]:
+        """Trains jobs; returns the best value of what each monitored, None where there is none.
+
+        Args:
+            jobs: override lines and config of each.
+            first: number of the first of them.
+            whole: whether they are all jobs of the sweep.
+        """
+        ...
+
+    def end(self) -> int:
+        """Cleans up, on every way out; returns the exit code."""
+        ...
+
+
+class HydraTask:
+    """What Hydra calls for each config, or hands to a launcher."""
+
+    def __init__(
+        self, recipe: str, execute: Callable[[RecipeConfig], int], sweep: Sweeping | None
+    ) -> None:
+        self.recipe = recipe
+        self.sweep = sweep
+        self.codes: list[int] = []
+        self.failures: list[Exception] = []
+        self._execute = execute
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a launcher that takes the task to other processes, where there is no sweep."""
+        return {**self.__dict__, "sweep": None}
+
+    def __call__(self, config: DictConfig) -> None:
+        """Runs one config as a run of its own."""
+        # Caught here: Hydra would first print its own lines about any exception.
+        try:
+            _check_single(config)
+            self.codes.append(self._execute(self.parsed(config)))
+        except Exception as error:
+            if os.getpid() != self._process:  # a launcher of other machines brings it home
+                raise
+            self.failures.append(error)
+
+    def parsed(self, config: DictConfig) -> RecipeConfig:
+        """The checked config of a run, which Hydra is about to start."""
+        from hydra.core.hydra_config import HydraConfig
+
+        if not config.resume:
+            return parse(config, self.recipe)
+        lines = list(HydraConfig.get().overrides.task)
+        return resumed_config(self.recipe, str(config.resume), lines, {}, runs_dir=config.runs_dir)
+
+
 def hydra_main(
-    recipe: str, execute: Callable[[RecipeConfig], int], argv: Sequence[str] | None = None
+    recipe: str,
+    execute: Callable[[RecipeConfig], int],
+    argv: Sequence[str] | None = None,
+    *,
+    sweep: Sweeping | None = None,
 ) -> int:
     """Runs a recipe from the command line; returns the exit code.
 
@@ -251,29 +347,12 @@ def hydra_main(
         recipe: name of the primary config.
         execute: runs one composed config and returns its exit code.
         argv: arguments after the program's name; None = those of the process.
+        sweep: trains the configs of `--multirun`, unless another launcher is chosen.
     """
     import hydra
-    from hydra.core.hydra_config import HydraConfig
 
     register_schemas()
-    codes: list[int] = []
-    failures: list[Exception] = []
-
-    def task(config: DictConfig) -> None:
-        # Caught here: Hydra would first print its own lines about any exception.
-        try:
-            _check_sweep()
-            if config.resume:
-                lines = list(HydraConfig.get().overrides.task)
-                parsed = resumed_config(
-                    recipe, str(config.resume), lines, {}, runs_dir=config.runs_dir
-                )
-            else:
-                parsed = parse(config, recipe)
-            codes.append(execute(parsed))
-        except Exception as error:
-            failures.append(error)
-
+    task = HydraTask(recipe, execute, sweep)
     # Composition errors come to us instead of being printed with advice on Hydra's internals.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     own_argv = sys.argv
@@ -289,20 +368,37 @@ def hydra_main(
         raise
     finally:
         sys.argv = own_argv
-    if failures:
-        raise failures[0]
-    return max(codes, default=0)
+        if sweep is not None:
+            task.codes.append(sweep.end())
+    if task.failures:
+        raise task.failures[0]
+    return max(task.codes, default=0)
 
 
-def _check_sweep() -> None:
-    """Raises where a sweep was chosen and only one run would be made of it."""
+def _check_single(config: DictConfig) -> None:
+    """Raises where a sweep was chosen, or a setting of one, and nothing will make a sweep of it."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    sweep = hydra.runtime.choices.get("sweep")
-    if sweep is not None and hydra.mode is not RunMode.MULTIRUN:
-        raise ConfigError(f"sweep={sweep} makes several runs: add --multirun")
+    several = hydra.mode is RunMode.MULTIRUN
+    chosen = hydra.runtime.choices.get("sweep")
+    if chosen is not None and not several:
+        raise ConfigError(f"sweep={chosen} makes several runs: add --multirun")
+    sweep = config.sweep
+    settings = {
+        "max_at_once": sweep.max_at_once,
+        "resume": sweep.resume,
+        "halving.rungs": sweep.halving.rungs or None,
+    }
+    given = [name for name, value in settings.items() if value is not None]
+    if given and several:
+        raise ConfigError(
+            f"sweep.{given[0]}: this launcher starts every run by itself; use the one of tunebook "
+            "(hydra/launcher=tunebook), which trains them together"
+        )
+    if given:
+        raise ConfigError(f"sweep.{given[0]} is about several runs: add --multirun")
 
 
 def _refuse_extra_keys(config: DictConfig, recipe: str) -> None:

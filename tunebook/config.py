@@ -262,6 +262,18 @@ class CheckpointsConfig:
 
 
 @dataclass
+class LimitsConfig:
+    """What a run may take; one that is projected to take more does not start."""
+
+    max_seconds: float | None = None
+    """Seconds of the backend's estimate for the steps to make; null = any."""
+    max_cost: float | None = None
+    """US dollars of that estimate; null = any."""
+    min_free_bytes: int = MISSING
+    """Bytes that stay free in `runs_dir` beside the checkpoints and the model."""
+
+
+@dataclass
 class OptimizerConfig:
     """One optimizer step. Every value is sent at every step."""
 
@@ -342,6 +354,28 @@ class SamplesConfig:
 
 
 @dataclass
+class HalvingConfig:
+    """Which trials of a sweep go on; see `tunebook.sweeps.halving`."""
+
+    rungs: list[int] = field(default_factory=list)
+    """Steps after whose evaluation trials are compared; none = all train to their end."""
+    keep: float = 0.5
+    """Share of the trials that came to a rung that goes on from it."""
+
+
+@dataclass
+class SweepConfig:
+    """How the runs of `--multirun` train together; `sweep=<file>` says which runs there are."""
+
+    max_at_once: int | None = None
+    """Runs trained at the same time; null = as many as the backend and the memory hold."""
+    resume: str | None = None
+    """Folder of a sweep to go on with: only what is missing or failed is trained."""
+    halving: HalvingConfig = field(default_factory=HalvingConfig)
+    """Stop the worst runs early."""
+
+
+@dataclass
 class RecipeConfig:
     """The keys every recipe shares."""
 
@@ -364,6 +398,7 @@ class RecipeConfig:
     eval: EvalConfig = MISSING
     early_stopping: EarlyStoppingConfig = MISSING
     checkpoints: CheckpointsConfig = MISSING
+    limits: LimitsConfig = MISSING
     optimizer: OptimizerConfig = MISSING
     schedule: ScheduleConfig = MISSING
     lora: LoraSettings | None = MISSING
@@ -377,6 +412,7 @@ class RecipeConfig:
     """Stop after preparing, having printed and written the plan."""
     strict: bool = MISSING
     """Refuse to run where a setting would have to be downgraded."""
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 @dataclass

@@ -30,6 +30,9 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "early_stopping.patience": (1, math.inf, False),
     "early_stopping.min_delta": (0, math.inf, False),
     "checkpoints.keep": (1, math.inf, False),
+    "limits.max_seconds": (0, math.inf, False),
+    "limits.max_cost": (0, math.inf, False),
+    "limits.min_free_bytes": (0, math.inf, False),
     "optimizer.learning_rate": (0, math.inf, False),
     "optimizer.beta1": (0, 1, False),
     "optimizer.beta2": (0, 1, False),
@@ -48,6 +51,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "samples.max_tokens": (1, math.inf, False),
     "samples.temperature": (0, math.inf, False),
     "data.limit": (1, math.inf, False),
+    "sweep.max_at_once": (1, math.inf, False),
 }
 
 GRPO_RANGES: dict[str, tuple[float, float, bool]] = {

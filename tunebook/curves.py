@@ -68,12 +68,12 @@ def loss_curve(
     # Braille has 2 x 4 dots in a character; ASCII one.
     across, down = (2, 4) if unicode else (1, 1)
 
-    def place(point: Point) -> tuple[int, int]:
+    def place(point: tuple[float, float]) -> tuple[int, int]:
         x = (point[0] - first) / max(last - first, 1) * (columns * across - 1)
         y = (high - point[1]) / (high - low) * (height * down - 1)
         return round(x), round(y)
 
-    line = [place(point) for point in _averaged(train, columns * across)]
+    line = [place(point) for point in averaged(train, columns * across)]
     dots = {
         dot for start, end in zip(line, line[1:] or line, strict=False) for dot in _line(start, end)
     }
@@ -104,7 +104,12 @@ def curve_of_run(rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
 
 
 def plot_curves(
-    rows: Sequence[Mapping[str, Any]], path: Path, *, title: str, best_step: int | None = None
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    title: str,
+    best_step: int | None = None,
+    dpi: int = 150,
 ) -> Path:
     """Writes a PNG of loss, reward or accuracy, and learning rate over steps; returns its path.
 
@@ -113,6 +118,7 @@ def plot_curves(
         path: the file to write.
         title: shown above.
         best_step: step of the best evaluation, marked; None = no mark.
+        dpi: pixels of an inch; the picture is 8 inches wide.
     """
     from matplotlib.figure import Figure
 
@@ -122,7 +128,7 @@ def plot_curves(
     rates = finite(history(plain, LEARNING_RATE))
     recorded = {key for row in plain for key in row}
     second = next((name for name in SECOND_METRICS if f"train/{name}" in recorded), None)
-    figure = Figure(figsize=(8, 5 if second is None else 7), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 5 if second is None else 7), dpi=dpi, layout="constrained")
     heights = [3, *([2] if second else []), *([1] if rates else [])]
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     per_token = any("eval/perplexity" in row for row in plain)
@@ -199,7 +205,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _averaged(points: Sequence[Point], columns: int) -> list[Point]:
+def averaged(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
     """At most about `columns` points: means of equally many neighbours."""
     size = math.ceil(len(points) / columns) if points else 1
     chunks = [points[start : start + size] for start in range(0, len(points), size)]

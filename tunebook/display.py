@@ -30,6 +30,7 @@ from rich.table import Column
 from rich.text import Text
 
 from tunebook.errors import TunebookError
+from tunebook.notebook_progress import in_notebook, progress_for
 
 LIVE_BAR_WIDTH = 10
 """Characters of the bar on a terminal; 80 then hold loss, evaluation and time left too."""
@@ -50,10 +51,18 @@ def make_console(stream: IO[str] | None = None) -> Console:
 
     Colours need a terminal and no `NO_COLOR`; characters the stream has no code for print as `?`.
     """
-    stream = sys.stdout if stream is None else stream
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="replace")
-    return Console(file=stream, highlight=False)
+    file: IO[str] = sys.stdout if stream is None else stream
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")
+    # In a notebook rich would make a display of every line, and its kernel asks for colours;
+    # plain text goes into one output.
+    terminal = False if in_notebook(file) else None
+    return Console(file=file, highlight=False, force_jupyter=False, force_terminal=terminal)
+
+
+def is_live(console: Console) -> bool:
+    """Whether what is shown can be drawn anew: on a terminal, and in a notebook."""
+    return (console.is_terminal and not console.is_dumb_terminal) or in_notebook(console.file)
 
 
 def can_draw(console: Console) -> bool:
@@ -97,7 +106,15 @@ def _typed(program: Path) -> str:
     return shlex.quote(short if program.name != short else os.path.join(os.curdir, short))
 
 
-class StepProgress(Protocol):
+class CountDisplay(Protocol):
+    """Shows counts."""
+
+    def count(self, what: str, done: int, total: int) -> None:
+        """Shows how far something other than a step has come; `done == total` ends it."""
+        ...
+
+
+class StepProgress(CountDisplay, Protocol):
     """Shows how far a run has come."""
 
     def step(
@@ -124,10 +141,6 @@ class StepProgress(Protocol):
         """Shows the metrics of an evaluation after a step."""
         ...
 
-    def count(self, what: str, done: int, total: int) -> None:
-        """Shows how far something other than a step has come; `done == total` ends it."""
-        ...
-
     def note(self, text: str) -> None:
         """Shows a sentence without disturbing the rest."""
         ...
@@ -146,24 +159,25 @@ def progress_display(
         console: None = standard output.
     """
     console = make_console() if console is None else console
-    if (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter:
-        with _LiveProgress(total_steps, done, console) as live, _shown(live):
+    if is_live(console):
+        with _LiveProgress(total_steps, done, console) as live, displayed(live):
             yield live
         return
     lines = _PlainProgress(total_steps, done, log_every, console)
     try:
-        with _shown(lines):
+        with displayed(lines):
             yield lines
     finally:
         lines.close()
 
 
-_displays: list[StepProgress] = []
+_displays: list[CountDisplay] = []
 """The displays of the blocks that are running, innermost last."""
 
 
 @contextmanager
-def _shown(display: StepProgress) -> Iterator[None]:
+def displayed(display: CountDisplay) -> Iterator[None]:
+    """A block in which counts are shown on a display that is on the screen."""
     _displays.append(display)
     try:
         yield
@@ -295,13 +309,12 @@ class _LiveProgress:
         self._loss = ""
         self._others = ""
         self._count: TaskID | None = None
-        self._progress = Progress(
+        self._progress = progress_for(
+            console,
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=LIVE_BAR_WIDTH),
             _StateColumn(console),
-            console=console,
-            refresh_per_second=8,
         )
         self._task = self._progress.add_task("step", total=total_steps, completed=done, parts={})
 

@@ -135,3 +135,38 @@ class RunError(TunebookError, RuntimeError):
     code = "run"
     category = "input"
     exit_code = 2
+
+
+class RunCancelled(TunebookError):
+    """A run that was cancelled before it made a step: it has no model and no checkpoint."""
+
+    code = "cancelled"
+    category = "input"
+    exit_code = 130
+
+
+class RunEndedError(RunError):
+    """A run that has ended cannot be cancelled."""
+
+    code = "run_ended"
+
+
+class RunFinalizingError(RunError):
+    """A run that writes its model already is not interrupted any more."""
+
+    code = "run_finalizing"
+    exit_code = 5
+
+
+class WaitTimeout(TunebookError, TimeoutError):
+    """A run has not ended within the time that somebody was willing to wait; it goes on."""
+
+    code = "wait_timeout"
+    exit_code = 124
+
+
+class AdmissionError(ConfigError):
+    """A run that would exceed one of its `limits`; nothing was started."""
+
+    code = "over_limit"
+    category = "capacity"

@@ -43,10 +43,16 @@ class Piece:
     special: bool
 
 
-def pieces_of(rendered: Rendered, codec: Codec) -> list[Piece]:
-    """A datum as pieces of readable text, each with its position and weight."""
+def pieces_of(rendered: Rendered, codec: Codec, *, limit: int | None = None) -> list[Piece]:
+    """A datum as pieces of readable text, each with its position and weight.
+
+    Args:
+        rendered: the datum.
+        codec: of its tokenizer.
+        limit: tokens after which to stop; None = at the end.
+    """
     weights = [0.0, *rendered.mask.tolist()]
-    ids = rendered.tokens.tolist()
+    ids = rendered.tokens.tolist()[:limit]
     pieces: list[Piece] = []
     start = 0
     while start < len(ids):
@@ -102,20 +108,21 @@ def inspect_rendered(
 def _print_rows(
     rows: Sequence[Row], rendered: RenderedRows, codec: Codec, console: Console, *, limit: int
 ) -> None:
-    for row, data in _shown_rows(rendered, limit):
+    for row, data in shown_rows(rendered, limit):
         for datum in data:
             item = rendered[datum]
-            heading = "  ".join(_heading(rows[row], datum, rendered, item))
+            heading = "  ".join(heading_of(rows[row], datum, rendered, item))
             console.print(heading, style="bold", **PLAIN)
             console.print(_terminal_text(pieces_of(item, codec), console), soft_wrap=True)
             console.print()
 
 
-def _shown_rows(rendered: RenderedRows, limit: int) -> list[tuple[int, range]]:
+def shown_rows(rendered: RenderedRows, limit: int) -> list[tuple[int, range]]:
+    """The first rows that are trained on, each with its data."""
     return [(row, rendered.data_of_row(row)) for row in rendered.report.kept_rows[:limit]]
 
 
-def _heading(row: Row, datum: int, rendered: RenderedRows, item: Rendered) -> tuple[str, str]:
+def heading_of(row: Row, datum: int, rendered: RenderedRows, item: Rendered) -> tuple[str, str]:
     """Where a datum is from, and how much of it is trained."""
     where = f"{row.file}:{row.line}"
     if row.kind is Kind.prompt:
@@ -245,7 +252,7 @@ def html_page(
     problems = "".join(f'<li class="bad">{_escape(str(finding))}</li>' for finding in findings)
     sections = [
         _html_section(rows[row], datum, rendered, codec)
-        for row, data in _shown_rows(rendered, limit)
+        for row, data in shown_rows(rendered, limit)
         for datum in data
     ]
     return (
@@ -262,12 +269,13 @@ def html_page(
 
 def _html_section(row: Row, datum: int, rendered: RenderedRows, codec: Codec) -> str:
     item = rendered[datum]
-    heading = _escape(" · ".join(_heading(row, datum, rendered, item)))
-    tokens = "".join(_html_piece(piece) for piece in pieces_of(item, codec))
+    heading = _escape(" · ".join(heading_of(row, datum, rendered, item)))
+    tokens = "".join(html_piece(piece) for piece in pieces_of(item, codec))
     return f"<section><h2>{heading}</h2><pre>{tokens}</pre></section>\n"
 
 
-def _html_piece(piece: Piece) -> str:
+def html_piece(piece: Piece) -> str:
+    """A token as HTML, of class `on` where it is trained, `part` where by another weight than 1."""
     kinds = ["" if piece.weight == 0 else "on" if piece.weight == 1 else "part"]
     kinds.append("special" if piece.special else "")
     classes = " ".join(kind for kind in kinds if kind)

@@ -5,6 +5,8 @@ A recipe hands over its `prepare` and `train`; nothing here knows an algorithm.
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import sys
 import threading
@@ -15,8 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tunebook.admission import check_disk, check_limits, needs_estimate
 from tunebook.backends.base import Backend
-from tunebook.compose import compose, escaped, hydra_main
+from tunebook.compose import Sweeping, compose, escaped, hydra_main
 from tunebook.config import RecipeConfig
 from tunebook.display import (
     StepProgress,
@@ -26,18 +29,24 @@ from tunebook.display import (
     report_error,
     tunebook_command,
 )
+from tunebook.errors import ConfigError
 from tunebook.opening import build_backend
 from tunebook.planning import check_plan_hash
 from tunebook.preparation import PreparedRows, freeze, remember_split
 from tunebook.processes import num_processes
 from tunebook.runs import (
-    Preparation,
     RunDir,
     RunState,
+    Started,
     newest_checkpoint,
     only_writer,
+    redact_config,
+    redacted_output,
+    start,
     terminable,
 )
+from tunebook.runs.attempts import leased_seconds
+from tunebook.runs.listing import flattened
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -45,6 +54,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from tunebook.evaluate import Monitor
     from tunebook.render import RenderedRows
 
 
@@ -62,6 +72,8 @@ class RecipeTask(Protocol):
     @property
     def eval_data(self) -> RenderedRows | None: ...
     @property
+    def monitor(self) -> Monitor | None: ...
+    @property
     def summary(self) -> dict[str, Any]: ...
     @property
     def workload(self) -> Workload: ...
@@ -70,6 +82,7 @@ class RecipeTask(Protocol):
 Prepare = Callable[[Any], Any]
 Train = Callable[[Any, Backend, RunDir], Generator[StepReport]]
 
+DETACH = "--detach"
 STOP_NOTE = "finishing this step, then saving; a second signal stops at once"
 
 
@@ -77,8 +90,9 @@ def main(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] | None
     """Runs a recipe with the arguments of a command line; returns the exit code.
 
     0 = done, 1 = the run failed, 2 = something to correct in the config or the data, 130 and 143 =
-    stopped by Ctrl-C or SIGTERM. `--debug` shows tracebacks; all else goes to Hydra. Where a
-    launcher has started several processes, the first one runs the recipe and the others serve it.
+    stopped by Ctrl-C or SIGTERM, 130 also by `tunebook runs cancel`. `--debug` shows tracebacks,
+    `--detach` has a process in the background train; all else goes to Hydra. Where a launcher has
+    started several processes, the first one runs the recipe and the others serve it.
     """
     if num_processes() > 1:
         from tunebook.backends.local.distributed import run_together
@@ -91,39 +105,131 @@ def run_recipe(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] 
     """As `main`, in this process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    arguments = [each for each in arguments if each != "--debug"]
+    in_background = DETACH in arguments
+    run_one = detach if in_background else execute
+    arguments = [each for each in arguments if each not in ("--debug", DETACH)]
     if {"--help", "-h"} & set(arguments):
         from tunebook.recipe_help import print_recipe_help
 
         print_recipe_help(recipe)
         return 0
     try:
-        with terminable():
+        with terminable(), redacted_output():
+            if in_background:
+                check_detachable(arguments)
             return hydra_main(
-                recipe, lambda config: execute(recipe, config, prepare, train), arguments
+                recipe,
+                lambda config: run_one(recipe, config, prepare, train),
+                arguments,
+                sweep=sweep_of(recipe, prepare, train, arguments),
             )
     except (Exception, KeyboardInterrupt) as error:
         return report_error(error, debug=debug)
 
 
+def sweep_of(
+    recipe: str, prepare: Prepare, train: Train, arguments: Sequence[str]
+) -> Sweeping | None:
+    """What trains the runs of `--multirun` together; None = there is one run."""
+    if not {"--multirun", "-m"} & set(arguments):
+        return None
+    from tunebook.sweeps.sweep import Sweep
+
+    return Sweep(recipe, prepare, train)
+
+
 def execute(recipe: str, config: RecipeConfig, prepare: Prepare, train: Train) -> int:
     """Prepares one config and, unless it is a dry run, trains it; returns the exit code."""
-    from tunebook.report import render_plan
-
+    task, preparing_s = prepared(config, prepare)
     console = make_console()
-    started = time.monotonic()
-    task: RecipeTask = prepare(config)
-    check_plan_hash(config, task.summary)
-    preparing_s = time.monotonic() - started
     with closing(build_backend(config)) as backend:
-        if config.dry_run and config.plan.probe:
-            task.summary["estimate"] = asdict(backend.estimate(task.workload))
-        render_plan(console, task.summary)
+        admit(task, backend)
         if config.dry_run:
             console.print(dry_run_text(recipe, task, preparing_s), soft_wrap=True)
             return 0
         run = start_run(recipe, task, preparing_s)
         return drive(task, train(task, backend, run), run)
+
+
+def detach(recipe: str, config: RecipeConfig, prepare: Prepare, train: Train) -> int:
+    """Prepares one config and has it trained by a process in the background; returns 0."""
+    if config.dry_run:
+        return execute(recipe, config, prepare, train)
+    refuse_secrets(config)
+    task, preparing_s = prepared(config, prepare)
+    with closing(build_backend(config)) as backend:
+        admit(task, backend)
+    started = start(start_run(recipe, task, preparing_s).path)
+    make_console().print(detached_text(started), soft_wrap=True)
+    return 0
+
+
+def check_detachable(arguments: Sequence[str]) -> None:
+    """Returns if a command line describes one run of one process.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(f"{DETACH} starts one run, and --multirun makes several; leave one out")
+    if num_processes() > 1:
+        raise ConfigError(f"{DETACH} starts one process, and torchrun has started several")
+
+
+def refuse_secrets(config: RecipeConfig) -> None:
+    """Returns if another process can read the whole config from the run directory.
+
+    Raises:
+        ConfigError: it holds a secret, which is not written; names the keys.
+    """
+    plain = flattened(escaped(config))
+    kept = flattened(redact_config(escaped(config), os.environ))
+    hidden = [key for key in plain if plain[key] != kept.get(key)]
+    if hidden:
+        raise ConfigError(
+            f"{', '.join(hidden)}: holds a secret, which no file of the run keeps, so a process in "
+            f"the background would not have it. Take it from the environment, or leave out {DETACH}"
+        )
+
+
+def detached_text(started: Started) -> str:
+    """What a person does next with a run that was started in the background."""
+    run = RunDir.open(started.path)
+    command = f"{tunebook_command()} runs"
+    root = run.path.parents[1]
+    where = "" if root == Path("runs").absolute() else f" --root {shlex.quote(str(root))}"
+    number = run.record.number
+    return "\n".join(
+        [
+            f"Run #{number} {run.record.id} goes on in the background (process "
+            f"{started.attempt.pid}): {run.path}",
+            f"  {command} follow {number}{where}     what happens",
+            f"  {command} wait {number}{where}       until it ends",
+            f"  {command} cancel {number}{where}     after the step in flight",
+        ]
+    )
+
+
+def admit(task: RecipeTask, backend: Backend) -> None:
+    """Shows the plan of a task, and returns if the run may start.
+
+    Raises:
+        AdmissionError: it would exceed one of its limits.
+    """
+    from tunebook.report import render_plan
+
+    if needs_estimate(task.config):
+        task.summary["estimate"] = asdict(backend.estimate(task.workload))
+    render_plan(make_console(), task.summary)
+    check_limits(task.config, task.summary)
+
+
+def prepared(config: RecipeConfig, prepare: Prepare) -> tuple[Any, float]:
+    """The task of a config, and the seconds that preparing it took."""
+    started = time.monotonic()
+    task: RecipeTask = prepare(config)
+    check_plan_hash(config, task.summary)
+    return task, time.monotonic() - started
 
 
 def dry_run_text(recipe: str, task: RecipeTask, preparing_s: float) -> str:
@@ -148,13 +254,19 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
         preparing_s: seconds that took.
 
     Raises:
+        AdmissionError: it would not fit onto the disk.
         RunError: another process is training the run.
     """
+    check_disk(task.config, task.summary)
     remember_split(task.rows, task.config)
     if task.config.resume is None:
         return plan_run(recipe, task, preparing_s)
     run = RunDir.open(task.config.resume)
     with only_writer(run):
+        queued_s = leased_seconds(run.record)
+        if queued_s is not None:
+            run.add_time("queued_s", max(queued_s - preparing_s, 0.0))
+        run.add_time("preparing_s", preparing_s)
         config = escaped(replace(task.config, resume=None))
         before = run.read_plan()
         plan = {**task.summary, "data_fingerprint": before["data_fingerprint"]}
@@ -167,22 +279,24 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
 
 def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
     """A new run directory with config, plan, split, and frozen rows and tokens in it."""
+    from tunebook.reports.mask_sample import write_mask_sample
+
     config = replace(task.config, dry_run=False)
     run = RunDir.create(Path(config.runs_dir), recipe, config.name)
-    run.set_preparation(Preparation.SNAPSHOTTING)
-    run.write_config(escaped(config))
-    fingerprint = freeze(task.rows, run, train_data=task.train_data, eval_data=task.eval_data)
-    run.write_plan({**task.summary, "data_fingerprint": fingerprint})
-    run.write_split(task.rows.split)
-    run.set_preparation(Preparation.VERIFIED)
+    with run.preparing():
+        run.write_config(escaped(config))
+        fingerprint = freeze(task.rows, run, train_data=task.train_data, eval_data=task.eval_data)
+        run.write_plan({**task.summary, "data_fingerprint": fingerprint})
+        run.write_split(task.rows.split)
+        write_mask_sample(run, task.rows.train, task.train_data, task.tokenizer)
     run.add_time("preparing_s", preparing_s)
     return run
 
 
 def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     """Drains a training under a live display and prints what came of it; returns the exit code."""
-    from tunebook.html_report import write_html_report
     from tunebook.report import render_summary, rollouts_table, samples_table
+    from tunebook.reports.run_page import write_run_report
 
     console = make_console()
     newest = newest_checkpoint(run.checkpoints())
@@ -210,7 +324,7 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
         console.print(f"Answers before training and at step {after}:")
         console.print(samples_table(samples[before], samples[after]))
     render_summary(console, run)
-    write_html_report(run)
+    write_run_report(run)
     if run.record.state is RunState.CANCELLED:
         return 128 + (stop.signal_number or signal.SIGINT)
     return 0

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tunebook.backends.base import Backend, Session
 from tunebook.columns import loss_name
 from tunebook.compose import build, build_function
-from tunebook.config import RecipeConfig
+from tunebook.config import GRPOConfig, RecipeConfig
 from tunebook.errors import ConfigError
 from tunebook.processes import num_processes
 from tunebook.runs import Checkpoint, RunDir, newest_checkpoint
-from tunebook.types import CheckpointRef
+from tunebook.types import CheckpointRef, Workload
 
 LOCAL = "tunebook.backends.local.LocalBackend"
 SHARDED = "tunebook.backends.local.distributed.ShardedBackend"
+TOGETHER = "tunebook.backends.together.TogetherBackend"
+ON_TOGETHER = "together://"
+"""What the id of a checkpoint on that service is written behind, in `start_from`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBackend:
+    """What a config's backend is going to do."""
+
+    trainable_parameters: int | None
+    """None = it knows only when it opens, which checking does not do."""
+    has_generator: bool
+    bills: bool
+    """An hour of it costs money; see `price_of`."""
 
 
 def build_backend(config: RecipeConfig) -> Backend:
@@ -35,6 +53,8 @@ def build_backend(config: RecipeConfig) -> Backend:
                 "start one without torchrun"
             )
         backend["_target_"] = SHARDED
+    if backend.get("_target_") == TOGETHER:
+        backend = _for_service(backend, config)
     return build(
         backend,
         key="backend",
@@ -47,22 +67,31 @@ def build_backend(config: RecipeConfig) -> Backend:
     )
 
 
+def _for_service(backend: dict[str, Any], config: RecipeConfig) -> dict[str, Any]:
+    """The keys of a hosted backend, what is left open filled in by what the run needs."""
+    filled = {**backend, "optimizer": config.optimizer.kind.value}
+    filled["service_model"] = filled.pop("model", None) or config.model.name
+    if filled.get("generator_replicas") is None:
+        filled["generator_replicas"] = 1 if isinstance(config, GRPOConfig) else 0
+    return filled
+
+
 def check_backend(
     config: RecipeConfig,
     *,
     samples: bool = False,
     num_sessions: int = 1,
     temperature: float = 1.0,
-) -> int | None:
-    """Number of parameters that the config trains, if the backend can do what it asks for.
-
-    None = the backend knows it only when it opens, which this does not do.
+    stop: Sequence[str | int] = (),
+) -> CheckedBackend:
+    """What the config's backend is going to do, if it can do what the config asks for.
 
     Args:
         config: of the run.
         samples: the recipe cannot do without a generator.
         num_sessions: sessions that are open at a time.
         temperature: that log-probs are trained at.
+        stop: what ends a completion.
 
     Raises:
         ConfigError: names the setting and what the backend can do.
@@ -75,6 +104,12 @@ def check_backend(
         raise ConfigError(
             f"rollout.temperature={temperature:g}: this backend trains log-probs of temperature 1 "
             "only, so the ratio to the sampler's would be wrong; use rollout.temperature=1"
+        )
+    ids = [each for each in stop if isinstance(each, int)]
+    if ids and not can.stop_ids:
+        raise ConfigError(
+            f"rollout.stop={ids}: this backend stops at strings only, not at token ids; write them "
+            "as strings"
         )
     if num_sessions > 1 and (config.lora is None or can.max_sessions < num_sessions):
         why = (
@@ -98,14 +133,26 @@ def check_backend(
         raise ConfigError(
             f"max_seq_len={config.max_seq_len}: the model takes at most {can.max_seq_len} tokens"
         )
-    start = None if config.resume is not None else starting_point(config.start_from)
+    start = None
+    if config.resume is None:
+        start = starting_point(config.start_from, files=can.files)
     trainable = backend.check(config.lora.to_lora() if config.lora else None, start)
     name = loss_name(build_function(config.loss, key="loss"))
     if can.losses is not None and name not in can.losses:
         raise ConfigError(
             f"loss {name!r}: this backend computes {', '.join(sorted(can.losses))} only"
         )
-    return trainable
+    return CheckedBackend(trainable, can.has_generator, can.bills)
+
+
+def price_of(config: RecipeConfig, workload: Workload) -> dict[str, Any]:
+    """What a run is expected to take on a backend that bills, for its plan.
+
+    Raises:
+        ConfigError: it is expected to cost more than the config allows.
+    """
+    with closing(build_backend(config)) as backend:
+        return asdict(backend.estimate(workload))
 
 
 def open_session(
@@ -122,7 +169,8 @@ def open_session(
     if resumed is not None:
         restore, with_optimizer = resumed.ref, True
     else:
-        restore, with_optimizer = starting_point(config.start_from), False
+        start = starting_point(config.start_from, files=backend.capabilities.files)
+        restore, with_optimizer = start, False
     return backend.open_session(
         f"{run.record.recipe}-{run.record.id}",
         config.lora.to_lora() if config.lora else None,
@@ -138,7 +186,7 @@ def open_start(config: RecipeConfig, backend: Backend, run: RunDir) -> Session:
         f"{run.record.recipe}-{run.record.id}-reference",
         config.lora.to_lora() if config.lora else None,
         directory=run.checkpoints_dir,
-        restore=starting_point(config.start_from),
+        restore=starting_point(config.start_from, files=backend.capabilities.files),
         with_optimizer=False,
     )
 
@@ -159,16 +207,19 @@ def open_checkpoint(
 def weights_digest(start_from: str | None) -> str | None:
     """32 hex digits over the weights that `start_from` names; None where it names none.
 
-    Weights that are gone have a digest of their own, so a run that needs them again is told.
+    Weights that are gone have a digest of their own, so a run that needs them again is told. What a
+    service keeps never changes, so its id stands for it.
     """
     if start_from is None:
         return None
     try:
-        start = starting_point(start_from)
+        start = starting_point(start_from, files=True)
     except ConfigError:
         return "gone"
     assert start is not None
     digest = hashlib.sha256()
+    if not start.path.is_dir():
+        digest.update(start.location.encode())
     for file in sorted(start.path.glob("*.safetensors")):
         digest.update(file.name.encode())
         with file.open("rb") as opened:
@@ -177,23 +228,37 @@ def weights_digest(start_from: str | None) -> str | None:
     return digest.hexdigest()[:32]
 
 
-def starting_point(start_from: str | None) -> CheckpointRef | None:
+def starting_point(start_from: str | None, *, files: bool) -> CheckpointRef | None:
     """The weights that `start_from` names: the model of a run, a checkpoint, or an adapter.
+
+    Args:
+        start_from: a folder, or `together://<id of a training checkpoint>`.
+        files: whether the backend begins from folders; else a run stands for the checkpoint on the
+            service that its model came from.
 
     Raises:
         ConfigError: nothing there, or a run without a model or checkpoint.
     """
     if start_from is None:
         return None
+    if start_from.startswith(ON_TOGETHER):
+        name = start_from.removeprefix(ON_TOGETHER)
+        return CheckpointRef(name=name, location=name, has_optimizer=True)
     path = Path(start_from)
     if not path.is_dir():
         raise ConfigError(f"start_from={start_from}: no such folder")
     if not (path / "run.json").is_file():
         return CheckpointRef(name=path.name, location=str(path), has_optimizer=False)
     run = RunDir.open(path)
+    checkpoints = run.checkpoints()
     if run.record.model_available:
+        promoted = run.record.evaluation.promoted_step if run.record.evaluation else None
+        of_model = [one for one in checkpoints if one.step == promoted]
+        newest = newest_checkpoint(of_model or checkpoints)
+        if not files and newest is not None and not newest.ref.path.is_absolute():
+            return newest.ref
         return CheckpointRef(name="model", location=str(run.model_dir), has_optimizer=False)
-    newest = newest_checkpoint(run.checkpoints())
+    newest = newest_checkpoint(checkpoints)
     if newest is None:
         raise ConfigError(f"start_from={start_from}: the run has neither a model nor a checkpoint")
     return newest.ref

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tunebook.curves import sparkline
-from tunebook.display import can_draw, duration_text
-from tunebook.text_tables import add_line, as_text, count_text, print_table, two_columns
+from tunebook.display import can_draw, duration_text, short_path
+from tunebook.text_tables import add_line, as_text, count_text, lines_of, print_table, two_columns
 
 BAR_WIDTH = 30
 
@@ -49,6 +51,21 @@ def plan_text(plan: Mapping[str, Any], *, width: int = 100, unicode: bool = True
     return as_text(_plan_table(plan, unicode=unicode), width)
 
 
+def data_lines(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a plan says about rows and tokens, as labels and texts; no histogram."""
+    table = two_columns()
+    _add_data(table, {**plan, "token_histogram": None}, unicode=True)
+    return lines_of(table)
+
+
+def run_lines(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a plan says about all but its data, as labels and texts."""
+    table = two_columns()
+    _add_head(table, plan)
+    _add_training(table, plan, unicode=True)
+    return lines_of(table)
+
+
 def downgrade_text(token: str) -> str:
     """A `setting:action:cause` token as words: `early stopping: disabled (no eval set)`."""
     setting, _, rest = token.partition(":")
@@ -57,18 +74,37 @@ def downgrade_text(token: str) -> str:
     return (f"{words} ({cause})" if cause else words).replace("_", " ")
 
 
+def _place(text: Any) -> str:
+    """A path from where the person stands; anything else as it is."""
+    text = "" if text is None else str(text)
+    return short_path(Path(text)) if os.path.isabs(text) else text
+
+
 def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     table = two_columns()
+    _add_head(table, plan)
+    _add_data(table, plan, unicode=unicode)
+    _add_training(table, plan, unicode=unicode)
+    return table
+
+
+def _add_head(table: Table, plan: Mapping[str, Any]) -> None:
     head = " ".join(str(plan[key]) for key in ("recipe", "name") if plan.get(key))
     add_line(table, "plan", head)
     for key in (
         "model", "start_from", "backend", "loss", "reference", "normalization", "rollout",
         "reward", "environment", "monitor",
     ):  # fmt: skip
-        add_line(table, key.replace("_", " "), plan.get(key))
-    add_line(table, "data", ", ".join(map(str, plan.get("data") or [])))
+        add_line(table, key.replace("_", " "), _place(plan.get(key)))
+
+
+def _add_data(table: Table, plan: Mapping[str, Any], *, unicode: bool) -> None:
+    add_line(table, "data", ", ".join(map(_place, plan.get("data") or [])))
     _add_rows(table, plan)
     _add_tokens(table, plan, unicode)
+
+
+def _add_training(table: Table, plan: Mapping[str, Any], *, unicode: bool) -> None:
     _add_steps(table, plan)
     rates = plan.get("learning_rate") or []
     if rates:
@@ -86,7 +122,6 @@ def _plan_table(plan: Mapping[str, Any], *, unicode: bool) -> Table:
     for number, sentence in enumerate(plan.get("notes") or []):
         add_line(table, "" if number else "rendering", sentence)
     add_line(table, "hash", plan.get("hash"))
-    return table
 
 
 def _add_rows(table: Table, plan: Mapping[str, Any]) -> None:

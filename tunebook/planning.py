@@ -37,9 +37,14 @@ CUT_AWAY = {
 CURVE_POINTS = 500
 """Steps of which the plan names the learning rate, evenly spread; peak and last among them."""
 NOT_PART_OF_THE_PLAN = (
-    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "samples", "checkpoints",
+    "name", "runs_dir", "tracker", "dry_run", "resume", "strict", "sweep", "samples",
+    "checkpoints", "limits",
     "plan.hash", "plan.probe", "backend.device", "backend.micro_batch_tokens", "backend.recompute",
     "backend.generator_memory", "health", "reward.timeout_s", "reward.max_concurrency",
+    "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
+    "backend.generator_replicas", "backend.inactive_timeout", "backend.ready_timeout",
+    "backend.keep_alive", "backend.stall_timeout", "backend.retry_budget", "backend.recover",
+    "backend.max_cost", "backend.tokens_per_second",
 )  # fmt: skip
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")
@@ -68,8 +73,15 @@ def plan_for(config: RecipeConfig, sources: tuple[MixedRows, ...]) -> Plan:
         raise ConfigError(str(error)) from error
 
 
-def downgrades_for(config: RecipeConfig, *, has_eval: bool) -> tuple[str, ...]:
+def downgrades_for(
+    config: RecipeConfig, *, has_eval: bool, loses_samples: bool = False
+) -> tuple[str, ...]:
     """Settings that this run cannot honour, as `setting:action:cause`.
+
+    Args:
+        config: of the run.
+        has_eval: there are rows to evaluate.
+        loses_samples: answers are asked for, of a backend that cannot sample.
 
     Raises:
         ConfigError: there are some and `strict` is set.
@@ -80,6 +92,8 @@ def downgrades_for(config: RecipeConfig, *, has_eval: bool) -> tuple[str, ...]:
             found.append("early_stopping:disabled:no_eval_set")
         if config.eval.monitor is not None:
             found.append("eval.monitor:ignored:no_eval_set")
+    if loses_samples:
+        found.append("samples:disabled:no_generator")
     if found and config.strict:
         raise ConfigError(
             f"strict=true and the run would be downgraded: {', '.join(found)}. Change these "

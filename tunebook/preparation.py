@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunebook.compose import as_dict
 from tunebook.config import RecipeConfig
 from tunebook.data.duplicates import cross_split_duplicates
 from tunebook.data.ledger import dataset_key, ledger_path, read_ledger, write_ledger
@@ -44,6 +48,9 @@ class PreparedRows:
     split: dict[str, Any]
     """What `split.json` holds."""
     warnings: tuple[str, ...]
+
+
+_shared: ContextVar[dict[str, PreparedRows] | None] = ContextVar("shared", default=None)
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,16 @@ def rows_of_run(directory: Path, *, split: Mapping[str, Any]) -> PreparedRows:
     )
 
 
+@contextmanager
+def sharing_rows() -> Iterator[None]:
+    """A block in which configs with the same data get the same rows, read once."""
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 def rows_for(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
     """The rows of a config: those of the run that it resumes, else from the sources.
 
@@ -148,8 +165,19 @@ def rows_for(config: RecipeConfig, *, kind: Kind) -> PreparedRows:
         ConfigError, DataError: as `prepare_rows` and `rows_of_run`.
     """
     if config.resume is None:
-        return prepare_rows(config, kind=kind)
+        shared = _shared.get()
+        if shared is None:
+            return prepare_rows(config, kind=kind)
+        key = json.dumps(
+            [as_dict(config)[name] for name in ("data", "eval")]
+            + [kind.value, _unsized_limit(config)],
+            sort_keys=True,
+        )
+        if key not in shared:
+            shared[key] = prepare_rows(config, kind=kind)
+        return shared[key]
     run = RunDir.open(config.resume)
+    run.require_prepared()
     return rows_of_run(run.data_dir, split=run.read_split())
 
 

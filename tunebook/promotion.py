@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tunebook.backends.base import Session
 from tunebook.config import EarlyStoppingConfig, RecipeConfig
 from tunebook.display import tunebook_command
-from tunebook.errors import ConfigError, NonFiniteError
+from tunebook.errors import ConfigError, NonFiniteError, RunCancelled
 from tunebook.evaluate import Monitor
+from tunebook.notices import remembering
 from tunebook.plan import Plan
 from tunebook.runs import (
     Checkpoint,
@@ -28,6 +30,7 @@ from tunebook.stopping import best_evaluation, should_stop
 from tunebook.types import CheckpointRef, Metrics
 
 LOG = logging.getLogger("tunebook")
+T = TypeVar("T")
 
 
 class CheckpointBook:
@@ -79,14 +82,32 @@ class CheckpointBook:
     @contextmanager
     def attempt(self, *, planned_steps: int, downgrades: Sequence[str]) -> Iterator[None]:
         """One attempt of the run; what an earlier one did past its last checkpoint is set aside."""
-        with self.run.attempt(
-            planned_steps=planned_steps,
-            downgrades=downgrades,
-            resumed_from_step=self.resumed_step,
+        with (
+            self.run.attempt(
+                planned_steps=planned_steps,
+                downgrades=downgrades,
+                resumed_from_step=self.resumed_step,
+            ),
+            remembering(self.run),
         ):
             if self.run.metrics():
                 self.run.rewind(self.resumed_step)
             yield
+
+    def until_cancelled(self, remaining: Iterable[T]) -> Iterator[T]:
+        """The steps to make, which end as soon as somebody has asked to cancel the run.
+
+        Raises:
+            RunCancelled: somebody did, and the run has made no step, so there is nothing to keep.
+        """
+        made = self.resumed_step
+        for each in remaining:
+            if self.run.cancel_requested():
+                if made == 0:
+                    raise RunCancelled(f"{self.run.path}: cancelled before its first step")
+                return
+            yield each
+            made += 1
 
     def save(self, session: Session, step: int, evaluation: Metrics | None) -> CheckpointRef:
         """Saves the session after a step, and lets older checkpoints go."""
@@ -127,6 +148,8 @@ class CheckpointBook:
 
     def promote(self, session: Session, chosen: Checkpoint) -> None:
         """Exports a checkpoint to `model/` as the result of the run."""
+        if self.run.record.model_available:  # until the new one is there, none is
+            self.run.set_model_available(False)
         with self.run.phase("finalizing_s"):
             session.export(chosen.ref, self.run.model_dir)
         self._record_evaluation(promoted_step=chosen.step)

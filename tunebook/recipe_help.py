@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 import typing
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -15,6 +16,15 @@ from rich.markup import escape
 from tunebook.compose import register_schemas
 from tunebook.composition_errors import SCHEMAS
 from tunebook.key_suggestions import schema_fields
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a recipe."""
+
+    name: str
+    default: str
+    meaning: str
 
 
 def print_recipe_help(recipe: str) -> None:
@@ -29,33 +39,49 @@ def print_recipe_help(recipe: str) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("key", "default", "meaning"):
         table.add_column(column, overflow="fold", no_wrap=column == "key")
-    defaults = default_config(recipe)
     section = ""
-    for key, owner in schema_fields(schema):
-        if key.startswith("data.eval.") or (_is_section(defaults, key) and key != "data.eval"):
-            continue
-        if key.partition(".")[0] != section:
-            section = key.partition(".")[0]
+    for key in recipe_keys(recipe):
+        if key.name.partition(".")[0] != section:
+            section = key.name.partition(".")[0]
             table.add_row()
-        leaf = key.rpartition(".")[2]
-        shown = "null" if key == "data.eval" else _shown(OmegaConf.select(defaults, key))
-        meaning = f"{field_docs(owner).get(leaf, '')} {_choices(owner, leaf)}".strip()
-        table.add_row(*(escape(text) for text in (key, shown, meaning)))
+        table.add_row(*(escape(text) for text in (key.name, key.default, key.meaning)))
     console.print(table)
     console.print(_groups())
     console.print(
         "\nHydra's flags work too: --cfg job (show the config), --multirun (several values), "
-        "--config-dir DIR (groups of your own). --debug shows tracebacks."
+        "--config-dir DIR (groups of your own). --debug shows tracebacks, --detach trains in the "
+        "background."
     )
 
 
+def recipe_keys(recipe: str) -> list[Key]:
+    """Every key of a recipe, in the order of its schema."""
+    defaults = default_config(recipe)
+    keys: list[Key] = []
+    for key, owner in schema_fields(SCHEMAS[recipe]):
+        if key.startswith("data.eval.") or (_is_section(defaults, key) and key != "data.eval"):
+            continue
+        leaf = key.rpartition(".")[2]
+        shown = "null" if key == "data.eval" else _shown(OmegaConf.select(defaults, key))
+        meaning = f"{field_docs(owner).get(leaf, '')} {_choices(owner, leaf)}".strip()
+        keys.append(Key(key, shown, meaning))
+    return keys
+
+
 def default_config(recipe: str) -> DictConfig:
-    """The config of a recipe without overrides."""
+    """The config of a recipe without overrides; also while Hydra runs one with overrides."""
     from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
 
     register_schemas()
-    with initialize_config_module("configs", version_base="1.3"):
-        return compose(recipe)
+    hydra = GlobalHydra.instance()
+    running = hydra.hydra
+    hydra.clear()
+    try:
+        with initialize_config_module("configs", version_base="1.3"):
+            return compose(recipe)
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def field_docs(schema: type) -> dict[str, str]:
@@ -97,14 +123,20 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _groups() -> str:
+def config_groups() -> dict[str, list[str]]:
+    """Group of files -> the names that `group=` takes."""
     import importlib.resources
 
-    lines = ["\n[bold]Groups[/] (group=file):"]
     entries = importlib.resources.files("configs").iterdir()
+    groups: dict[str, list[str]] = {}
     for folder in sorted(entries, key=lambda each: each.name):
         if folder.is_dir() and not folder.name.startswith("_"):
             files = sorted(file.name for file in folder.iterdir())
             names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
-            lines.append(f"  {folder.name}: {', '.join(name for name in names if name != 'base')}")
-    return "\n".join(lines)
+            groups[folder.name] = [name for name in names if name != "base"]
+    return groups
+
+
+def _groups() -> str:
+    groups = (f"  {name}: {', '.join(files)}" for name, files in config_groups().items())
+    return "\n".join(["\n[bold]Groups[/] (group=file):", *groups])

@@ -24,9 +24,17 @@ from tunebook.display import (
 from tunebook.plan_report import downgrade_text, plan_text, render_plan
 from tunebook.runs.directory import RunDir
 from tunebook.runs.files import without_surrogates
-from tunebook.runs.listing import shown_state
 from tunebook.runs.record import Evaluation, Preparation, RunRecord, RunState, StopReason
-from tunebook.text_tables import LABEL_WIDTH, add_line, as_text, print_table, two_columns
+from tunebook.runs.starting import override_line
+from tunebook.runs.status import shown_state
+from tunebook.text_tables import (
+    LABEL_WIDTH,
+    add_line,
+    as_text,
+    lines_of,
+    print_table,
+    two_columns,
+)
 
 __all__ = [
     "curve_of_run",
@@ -38,6 +46,7 @@ __all__ = [
     "render_summary",
     "rollouts_table",
     "samples_table",
+    "summary_lines",
     "summary_text",
 ]
 
@@ -53,6 +62,11 @@ def summary_text(run: RunDir, *, width: int = 100) -> str:
     Paths and commands are never broken, however narrow the lines.
     """
     return as_text(_summary_table(run), width) + "\n".join(_places(run)) + "\n"
+
+
+def summary_lines(run: RunDir) -> list[tuple[str, str]]:
+    """What became of a run, as labels and sentences."""
+    return lines_of(_summary_table(run))
 
 
 def render_summary(console: Console, run: RunDir) -> None:
@@ -210,10 +224,7 @@ def next_commands(run: RunDir) -> list[tuple[str, str]]:
 
 def _override(key: str, value: str) -> str:
     """A Hydra override as typed into a shell, quoted for both where the value needs it."""
-    if re.fullmatch(r"[\w./-]+", value):
-        return f"{key}={value}"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return shlex.quote(f'{key}="{escaped}"')
+    return shlex.quote(override_line(key, value))
 
 
 def _longer(plan: Mapping[str, Any]) -> str:

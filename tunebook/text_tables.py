@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -39,17 +39,25 @@ def add_line(table: Table, label: str, text: Any, *, style: str = "") -> None:
         table.add_row(label, Text(redact(str(text), os.environ), style=style))
 
 
-def as_text(table: Table, width: int) -> str:
-    """The table as plain text without spaces at the ends of lines."""
+def lines_of(table: Table) -> list[tuple[str, str]]:
+    """The labels and texts of a table that `two_columns` made; "" = as the label before."""
+    labels, texts = (list(column.cells) for column in table.columns)
+    return [(str(label), str(text)) for label, text in zip(labels, texts, strict=True)]
+
+
+def as_text(table: RenderableType, width: int) -> str:
+    """A table, or what else rich can draw, as plain text without spaces at the ends of lines."""
     buffer = io.StringIO()
-    console = Console(file=buffer, width=width, color_system=None, legacy_windows=False)
+    console = Console(
+        file=buffer, width=width, color_system=None, legacy_windows=False, force_jupyter=False
+    )
     console.print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
 def print_table(console: Console, table: Table) -> None:
     """Prints a table: in colour on a terminal, as plain text into a file or pipe."""
-    if console.is_terminal or console.is_jupyter:
+    if console.is_terminal:
         console.print(table)
     else:
         console.print(Text(as_text(table, PIPE_WIDTH)), soft_wrap=True, end="")
@@ -57,7 +65,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def columns_fit(console: Console, columns: Columns) -> bool:
     """Whether no line would be wider than the terminal; in a file or pipe there is no limit."""
-    if not (console.is_terminal or console.is_jupyter):
+    if not console.is_terminal:
         return True
     return _width(console, _column_table(console, columns)) <= console.width
 
@@ -73,8 +81,7 @@ def print_columns(console: Console, columns: Columns) -> None:
 
 
 def _column_table(console: Console, columns: Columns) -> Table:
-    terminal = console.is_terminal or console.is_jupyter
-    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     for heading in columns:
         table.add_column(heading, no_wrap=True)
     for cells in zip(*columns.values(), strict=True):

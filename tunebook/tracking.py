@@ -272,6 +272,7 @@ class WandbTracker:
             dir=str(run.path),
             config=dict(run.config),
             mode=self.mode.value,
+            reinit="create_new",  # a sweep has several runs in one process
             # Command line, environment and console may hold secrets: none of them is sent.
             settings=wandb.Settings(
                 silent=True,

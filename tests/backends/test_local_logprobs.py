@@ -196,14 +196,14 @@ def test_only_supervised_rows_go_through_the_head(
     tokens = np.random.default_rng(0).integers(3, 50_000, 2049).astype(np.int32)
     sizes = products_of_the_head(session)
     session.forward_backward([Datum(tokens, {"token_weights": weights})], cross_entropy).result()
-    chunk = (head.CHUNK_LOGITS if fast else logprobs.CHUNK_LOGITS) // 50_000
-    # The fast path fills a chunk up to MIN_ROWS and computes it once, the other one twice.
+    chunk = head.rows_at_once(50_000) if fast else logprobs.CHUNK_LOGITS // 50_000
+    # The fast path fills a chunk up to SIZE_STEP and computes it once, the other one twice.
     assert 16 <= sum(rows for rows, _ in sizes) <= (32 if fast else 16 + chunk)
     sizes.clear()
     bare = Datum(tokens[:1000])
     session.forward([bare]).result()
     num_rows = sum(rows for rows, _ in sizes)
-    assert 999 <= num_rows <= 999 + (head.MIN_ROWS if fast else 0)
+    assert 999 <= num_rows <= 999 + (head.SIZE_STEP if fast else 0)
     assert max(rows for rows, _ in sizes) <= chunk
 
 

@@ -4,14 +4,13 @@ A fake backend stands in for the computing: its completions are scripted and eve
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from recipes import grpo
 from tests.fakes import Done, FakeBackend, FakeSession
-from tunebook.backends.base import Capabilities
 from tunebook.compose import compose
 from tunebook.errors import ConfigError, StaleGenerator
 from tunebook.launch import start_run
@@ -46,11 +45,7 @@ class ScriptedBackend(FakeBackend):
 
     @property
     def capabilities(self):
-        return Capabilities(**{
-            **{name: getattr(super().capabilities, name) for name in Capabilities.__slots__},
-            "max_sessions": 8,
-            "has_generator": True,
-        })  # fmt: skip
+        return replace(super().capabilities, max_sessions=8, has_generator=True)
 
     def open_session(self, name, lora, *, directory, restore=None, with_optimizer=True):
         plain = super().open_session(

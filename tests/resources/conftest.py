@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,11 @@ def url(server, home, monkeypatch):
         monkeypatch.setenv("TOGETHER_BASE_URL", address)
         yield address
         server.reply.set()
-        until(lambda: not watchdogs(home))
+        try:
+            until(lambda: not watchdogs(home))
+        finally:
+            for dog in watchdogs(home):
+                os.kill(dog, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -48,11 +53,11 @@ def service(home, url) -> TogetherService:
 
 
 @pytest.fixture
-def owner(home, url):
-    """Starts processes that own a resource; see `tests.resources.owner`."""
+def own_process():
+    """Starts processes that own a resource at an address; see `tests.resources.owner`."""
     processes = []
 
-    def start(*options):
+    def start(url, *options):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.resources.owner", url, *options],
             stdout=subprocess.PIPE,
@@ -69,12 +74,23 @@ def owner(home, url):
             process.kill()
 
 
+@pytest.fixture
+def owner(home, url, own_process):
+    """The same at the address of the test's own service."""
+    return partial(own_process, url)
+
+
 def heard(process, word):
     """The rest of the line that a process says next with this word at its beginning."""
     for line in process.stdout:
         if line.startswith(word):
             return line.removeprefix(word).strip()
     raise AssertionError(f"the process ended without saying {word!r}")
+
+
+def logged(ledger):
+    """What the watchdogs of a ledger have said."""
+    return ledger.log_path.read_text() if ledger.log_path.exists() else ""
 
 
 def kill(process):

@@ -15,7 +15,7 @@ from tunebook.backends.together.service import TogetherService
 from tunebook.resources import Ledger, Patience, owned_resource
 from tunebook.runs import terminable
 
-PATIENCE = Patience(retry_s=0.05, max_retry_s=0.2, search_s=2.0)
+PATIENCE = Patience(retry_s=0.05, max_retry_s=0.2, search_s=2.0, give_up_s=60.0)
 WHAT = {"base_model": "tiny", "lora_enabled": True, "compute_config": {"num_generator_replicas": 0}}
 
 

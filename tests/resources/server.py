@@ -26,6 +26,8 @@ class ResourceServer:
         self.failing_stops = 0
         self.refusal = None
         """(status, message) for the next create calls."""
+        self.rate_limits = []
+        """Headers of the next refusals of create calls for their rate."""
         self.lose_replies = 0
         """Create calls whose connection is dropped after the work is done."""
         self.lose_requests = 0
@@ -74,7 +76,7 @@ class ResourceServer:
         return sum(call == ("POST", ROOT) for call in self.calls)
 
     def answer(self, method, path, body):
-        """(status, JSON), or None to drop the connection."""
+        """(status, JSON) and headers if any, or None to drop the connection."""
         url = urlsplit(path)
         query = parse_qs(url.query)
         with self._lock:
@@ -92,6 +94,8 @@ class ResourceServer:
         return 200, resource
 
     def _create(self, body):
+        if self.rate_limits:
+            return 429, {"error": {"message": "too many"}}, self.rate_limits.pop(0)
         if self.refusal:
             return self.refusal[0], {"error": {"message": self.refusal[1]}}
         self.on_create(body)
@@ -147,8 +151,11 @@ def running(server):
                 self.close_connection = True
                 self.connection.close()
                 return
-            data = json.dumps(answer[1]).encode()
-            self.send_response(answer[0])
+            status, value, *headers = answer
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            for name, text in dict(*headers).items():
+                self.send_header(name, text)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))
             self.send_header("x-should-retry", "false")  # its own delays would take seconds
@@ -178,4 +185,4 @@ def until(condition, *, seconds=30):
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, "it did not happen in time"
-        time.sleep(0.01)
+        time.sleep(0.05)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -87,6 +88,14 @@ def test_a_missing_key_is_said(left, monkeypatch):
     done = call("list")
     assert done.exit_code == 1
     assert "TOGETHER_API_KEY is not set" in done.stderr
+
+
+def test_a_missing_package_is_said(left, monkeypatch):
+    left()
+    monkeypatch.setitem(sys.modules, "together", None)
+    for done in (call("list"), call("reap")):
+        assert done.exit_code == 1
+        assert "pip install 'tunebook[together]'" in done.stderr
 
 
 def test_reap_stops_each_once_and_nothing_else(left, server, ledger, owner, service):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.resources.conftest import watchdogs
+from tests.resources.conftest import logged, watchdogs
 from tests.resources.owner import PATIENCE, WHAT
 from tests.resources.server import until
 from tunebook.resources import ReplyLost, ServiceError, owned_resource, owning, watchdog
@@ -66,7 +66,19 @@ def test_a_stop_that_fails_is_said_hides_nothing_and_is_tried_on(own, server, le
     until(lambda: not watchdogs(home))
     assert server.stops() == [(resource_id, "force=true")] * 3
     assert ledger.open_entries() == []
-    assert "down for maintenance" in ledger.log_path.read_text()
+    assert "down for maintenance" in logged(ledger)
+
+
+def test_a_ledger_that_cannot_be_written_any_more_hides_nothing(own, server, ledger):
+    with pytest.raises(ZeroDivisionError), own():
+        lock = ledger.path.with_name("ledger.jsonl.lock")
+        lock.unlink()
+        lock.mkdir()
+        raise ZeroDivisionError
+    assert server.live() == []
+    assert "could not be stopped" in own.said[-1]
+    lock.rmdir()
+    until(lambda: not ledger.open_entries())  # by the watchdog
 
 
 def test_a_refused_create_call_leaves_no_entry(own, server, ledger):
@@ -124,18 +136,18 @@ def test_nothing_is_created_without_a_watchdog(own, server, ledger, monkeypatch)
 def test_rate_limits_are_waited_for(own, server, monkeypatch):
     slept = []
     monkeypatch.setattr("tunebook.backends.together.service.time.sleep", slept.append)
-    answer = server.answer
-    refusals = iter([(429, {"error": {"message": "slow down"}})] * 2)
-    monkeypatch.setattr(
-        server,
-        "answer",
-        lambda method, path, body: (
-            next(refusals, None) or answer(method, path, body)
-            if (method, path) == ("POST", "/v1/rl/model-resources")
-            else answer(method, path, body)
-        ),
-    )
+    server.rate_limits = [{"retry-after": "20"}, {"retry-after-ms": "250"}, {"retry-after": "soon"}]
     with own():
         pass
-    assert len(slept) == 2
-    assert server.creates() == 1
+    assert 20 <= slept[0] <= 22
+    assert 0.25 <= slept[1] <= 0.275
+    assert 1 <= slept[2] <= 10
+    assert server.creates() == 4
+    assert len(server.resources) == 1
+
+
+def test_a_rate_limit_that_lasts_ends_it(own, server, ledger):
+    server.rate_limits = [{"retry-after": "3600"}]
+    with pytest.raises(ServiceError, match="429"), own():
+        pass
+    assert ledger.open_entries() == []

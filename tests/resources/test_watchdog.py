@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.resources.conftest import KEY, heard, kill, watchdogs
+from tests.resources.conftest import KEY, heard, kill, logged, watchdogs
 from tests.resources.server import until
 from tunebook.resources import Ledger
 
@@ -21,7 +21,7 @@ def test_killed_during_training(owner, server, ledger, home):
     assert server.stops() == [(resource_id, "force=true")]
     assert server.live() == [neighbour]
     assert ledger.entries()[0].closed == "stopped after its process had died"
-    assert f"{resource_id} stopped" in ledger.log_path.read_text()
+    assert f"{resource_id} stopped" in logged(ledger)
 
 
 def test_killed_before_the_create_call_returned(owner, server, ledger, home):
@@ -68,7 +68,7 @@ def test_a_find_that_is_in_use_is_somebody_elses(owner, server, ledger, home):
     server.lose_requests = 1
     process = owner()
     until(lambda: server.stops())
-    until(lambda: "sessions are active" in ledger.log_path.read_text())
+    until(lambda: "sessions are active" in logged(ledger))
     (dog,) = watchdogs(home)
     os.kill(dog, signal.SIGKILL)
     assert len(server.live()) == 1
@@ -87,12 +87,12 @@ def test_a_service_that_is_down_for_a_while(owner, server, ledger, home):
     assert ledger.open_entries() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_watchdog_outlives_the_signals_that_end_others(number, owner, server, home, ledger):
+def test_a_watchdog_outlives_the_signals_that_end_others(owner, server, home, ledger):
     process = owner()
     heard(process, "training")
     (dog,) = watchdogs(home)
-    os.kill(dog, number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(dog, number)
     assert watchdogs(home) == [dog]
     kill(process)
     until(lambda: not watchdogs(home))

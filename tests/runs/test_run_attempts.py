@@ -1,5 +1,6 @@
 """One writer, and a complete record on every way out."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.errors import NonFiniteError, RunError
+from tunebook.errors import NonFiniteError, RewardError, RunError
 from tunebook.runs import (
     AttemptState,
     NoStepsError,
@@ -23,7 +24,7 @@ from tunebook.runs import (
     only_writer,
     shown_state,
 )
-from tunebook.runs.attempts import shielded, terminable
+from tunebook.runs.attempts import failure_of, shielded, terminable
 
 
 @pytest.fixture
@@ -95,6 +96,33 @@ def test_an_exception_makes_it_failed_and_goes_on(
     assert record["outcome"]["steps"] == 2
     assert "Traceback" not in (run.path / "run.json").read_text()
     assert "Traceback (most recent call last)" in (run.path / "log.txt").read_text()
+
+
+class OutOfMemoryError(RuntimeError):
+    """Called as torch's own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "category"),
+    [
+        (MemoryError(), "out_of_memory", "capacity"),
+        (OutOfMemoryError("tried to allocate 2 GiB"), "out_of_memory", "capacity"),
+        (OSError(errno.ENOSPC, "No space left on device"), "storage", "system"),
+        (OSError(errno.ENOENT, "No such file"), "internal", "system"),
+        (ConnectionRefusedError("refused"), "service_unreachable", "service"),
+        (TimeoutError(), "service_unreachable", "service"),
+        (KeyError("x"), "internal", "system"),
+        (
+            RewardError("reward 'a': raised\nTraceback (most recent call last):\n  File"),
+            "reward",
+            "system",
+        ),
+    ],
+)
+def test_foreign_errors_have_a_code(error: Exception, code: str, category: str) -> None:
+    failure = failure_of(error)
+    assert (failure.code, failure.category) == (code, category)
+    assert "Traceback" not in failure.message and "\n" not in failure.message
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), GeneratorExit()])

@@ -13,6 +13,7 @@ from tunebook.runs import (
     find_run,
     list_runs,
     numbering,
+    page_runs,
 )
 
 
@@ -72,3 +73,42 @@ def test_a_run_without_results_compares_as_unknown(tmp_path: Path) -> None:
     assert found.differences == {"optimizer.beta1": [0.9, None]}
     assert found.results["best eval/loss"] == [0.5, None]
     assert found.results["state"] == ["succeeded", "pending"]
+
+
+def test_pages_tile_the_runs(tmp_path: Path) -> None:
+    for number in range(7):
+        RunDir.create(tmp_path, ("sft", "dpo")[number % 2], None)
+    seen, cursor = [], None
+    while True:
+        page = page_runs(tmp_path, limit=3, cursor=cursor)
+        assert page.total == 7
+        seen += [run.record.number for run in page.runs]
+        if page.next_cursor is None:
+            break
+        cursor = page.next_cursor
+        assert not cursor.isdecimal()  # nobody is to compute one
+    assert seen == list(range(1, 8))
+    assert [run.record.number for run in page_runs(tmp_path).runs] == seen
+
+
+def test_a_run_that_is_added_meanwhile_shifts_no_page(tmp_path: Path) -> None:
+    for _ in range(4):
+        RunDir.create(tmp_path, "sft", None)
+    first = page_runs(tmp_path, limit=2)
+    RunDir.create(tmp_path, "dpo", None)
+    second = page_runs(tmp_path, limit=2, cursor=first.next_cursor)
+    assert [run.record.number for run in second.runs] == [3, 4]
+    assert second.total == 5 and second.next_cursor is not None
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "3", "YWZ0ZXIgLTE=", "ö", "YWZ0ZXI="])
+def test_a_cursor_that_no_page_gave_is_refused(tmp_path: Path, cursor: str) -> None:
+    RunDir.create(tmp_path, "sft", None)
+    with pytest.raises(RunError, match="no page gave this cursor"):
+        page_runs(tmp_path, cursor=cursor)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 101])
+def test_a_page_has_1_to_100_runs(tmp_path: Path, limit: int) -> None:
+    with pytest.raises(RunError, match="between 1 and 100"):
+        page_runs(tmp_path, limit=limit)

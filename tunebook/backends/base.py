@@ -50,6 +50,13 @@ class Capabilities:
     """Tokens; None = no limit of its own."""
     temperature: bool
     """Reads the column `temperature` of a datum; see `Session.forward`."""
+    stop_ids: bool = True
+    """Completions can end at token ids, not at strings only."""
+    bills: bool = False
+    """An hour of it costs money: `estimate` asks the price, takes no time, and is part of
+    `prepare`."""
+    files: bool = True
+    """Its checkpoints are folders of this machine; False = the service keeps them by an id."""
 
 
 class Future(Protocol[T_co]):
@@ -83,8 +90,8 @@ class Session(Protocol):
     """One adapter (or the full weights) being trained."""
 
     @property
-    def trainable_parameters(self) -> int:
-        """Number of parameters that an optimizer step changes."""
+    def trainable_parameters(self) -> int | None:
+        """Number of parameters that an optimizer step changes; None = the service does not say."""
         ...
 
     def forward(self, data: Sequence[Datum]) -> Future[list["Tensor"]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from tunebook.errors import RunError
 from tunebook.models import tunebook_home
 from tunebook.resources.live import LiveResource, ResourceService
 from tunebook.runs.attempts import utc_now
@@ -59,7 +60,7 @@ class Ledger:
     """A ledger file; several processes and threads may use it at once."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()
         self._owned: dict[str, FileLock] = {}
 
     @classmethod
@@ -136,8 +137,18 @@ class Ledger:
             lock.release()
 
     def entry(self, key: str) -> Entry:
-        """The entry of a key."""
-        return self._by_key()[key]
+        """The entry of a key.
+
+        Raises:
+            RunError: the file is damaged, or the entry is no longer in it.
+        """
+        try:
+            return self._by_key()[key]
+        except KeyError:
+            raise RunError(
+                f"{self.path}: there is no entry {key}; was the file deleted? What it was about "
+                "may bill: look with `tunebook resources list`."
+            ) from None
 
     def entries(self) -> list[Entry]:
         """All entries, oldest first.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tunebook.errors import BackendError
+from tunebook.errors import BackendError, TunebookError
 from tunebook.resources.ledger import Ledger
 from tunebook.resources.live import ReplyLost, ResourceService, ServiceError
 from tunebook.resources.orphans import UndecidedError, find_created
@@ -102,11 +102,11 @@ def _stop(
     """Stops the resource; a failure is told, and left to the watchdog, so as to hide no other."""
     try:
         service.stop(resource_id, force=True)
-    except ServiceError as error:
+        ledger.closed(key, "stopped")
+    except TunebookError as error:
         say(
             f"resource {resource_id} could not be stopped and may bill: {error} A process in the "
             "background goes on trying; `tunebook resources list` shows whether it is stopped."
         )
     else:
-        ledger.closed(key, "stopped")
         say(f"resource {resource_id} stopped")

@@ -151,7 +151,7 @@ def _start(ledger: Ledger, key: str, patience: Patience, lifeline: int) -> subpr
     child = subprocess.Popen(
         [
             *(sys.executable, "-P", "-c", BOOT, json.dumps(sys.path)),
-            *(str(ledger.path.absolute()), key, str(lifeline), json.dumps(asdict(patience))),
+            *(str(ledger.path), key, str(lifeline), json.dumps(asdict(patience))),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

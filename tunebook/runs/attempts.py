@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from tunebook.errors import RunError, TunebookError
+from tunebook.display import tunebook_command
+from tunebook.errors import RunCancelled, RunError, TunebookError
 from tunebook.runs.files import read_json, writing
 from tunebook.runs.numbering import RECORD_FILE
 from tunebook.runs.record import (
+    LIVE_ATTEMPT_STATES,
     Attempt,
     AttemptState,
     Failure,
@@ -31,7 +36,16 @@ from tunebook.runs.redaction import redact
 LOCK_FILE = ".lock"
 LOCK_WAIT_S = 1.0
 """Long enough for a reader that looks whether the run is alive, and for a new holder to sign."""
-CANCELLING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+LEASE_VARIABLE = "TUNEBOOK_LEASE"
+"""Holds `<run id>:<lease>:<seconds>` for the process that is to make a leased attempt.
+
+The seconds are those of this machine's monotonic clock when it was leased.
+"""
+CANCELLING = (KeyboardInterrupt, SystemExit, GeneratorExit, RunCancelled)
+AWAITING_PROCESS = (AttemptState.LEASED, AttemptState.ACCEPTED)
+TRACEBACK = "Traceback (most recent call last)"
+"""Begins what of a message belongs into `log.txt` alone."""
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STATE_OF_RUN_STATE = {
     RunState.SUCCEEDED: AttemptState.SUCCEEDED,
     RunState.CANCELLED: AttemptState.CANCELLED,
@@ -61,6 +75,8 @@ def locked(run_path: Path) -> Iterator[None]:
 
 def is_being_trained(run_path: Path) -> bool:
     """Whether a process holds the run right now; a record says `running` also after a kill."""
+    if not (run_path / LOCK_FILE).exists():
+        return False  # A look leaves no file behind.
     lock = FileLock(run_path / LOCK_FILE, thread_local=False)
     try:
         lock.acquire(timeout=0)
@@ -72,14 +88,35 @@ def is_being_trained(run_path: Path) -> bool:
     return False
 
 
+def leased(record: RunRecord, *, resumed_from_step: int, idempotency_key: str | None) -> RunRecord:
+    """The record with an attempt that waits for its process; until then it is this process's."""
+    attempt = Attempt(
+        number=len(record.attempts) + 1,
+        state=AttemptState.LEASED,
+        started_at=utc_now(),
+        ended_at=None,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        resumed_from_step=resumed_from_step,
+        lease=secrets.token_hex(8),
+        idempotency_key=idempotency_key,
+    )
+    record = replace(with_dead_settled(record).with_attempt(attempt), state=RunState.PENDING)
+    return replace(record, failure=None, outcome=None)
+
+
 def started(record: RunRecord, resumed_from_step: int) -> RunRecord:
-    """The record with an attempt of this process begun.
+    """The record with an attempt of this process begun: the one leased to it, else a new one.
 
     The caller holds the lock, so an attempt that still looks live belongs to a dead process.
+
+    Raises:
+        RunError: the attempt that was leased to this process is no longer the last one.
     """
-    dead = record.live_attempt
-    if dead is not None:
-        record = record.with_attempt(replace(dead, state=AttemptState.EXPIRED))
+    lease = held_lease(record)
+    if lease is not None:  # a later attempt in this process is another one
+        os.environ.pop(LEASE_VARIABLE, None)
+    live = record.live_attempt
     attempt = Attempt(
         number=len(record.attempts) + 1,
         state=AttemptState.STARTED,
@@ -89,7 +126,93 @@ def started(record: RunRecord, resumed_from_step: int) -> RunRecord:
         host=socket.gethostname(),
         resumed_from_step=resumed_from_step,
     )
+    if lease is None:
+        record = with_dead_settled(record)
+    elif live is None or live.lease != lease:
+        raise RunError(
+            "The attempt that this process was started for was given up meanwhile, so it trains "
+            "nothing. The run itself is as it was."
+        )
+    else:
+        attempt = replace(
+            attempt, number=live.number, lease=lease, idempotency_key=live.idempotency_key
+        )
     return replace(record.with_attempt(attempt), state=RunState.RUNNING, failure=None, outcome=None)
+
+
+def with_dead_settled(record: RunRecord) -> RunRecord:
+    """The record in which an attempt that its process left without an end has one."""
+    dead = record.live_attempt
+    return record if dead is None else record.with_attempt(settled(dead))
+
+
+def settled(dead: Attempt) -> Attempt:
+    """A live attempt whose process is gone, as what it has become."""
+    if dead.state is AttemptState.LEASED:
+        return replace(dead, state=AttemptState.SUBMISSION_UNCERTAIN)
+    return replace(dead, state=AttemptState.EXPIRED)
+
+
+def held_lease(record: RunRecord) -> str | None:
+    """The lease of an attempt of this run that this process was started for, or has leased."""
+    run_id, _, rest = os.environ.get(LEASE_VARIABLE, "").partition(":")
+    if run_id == record.id:
+        return rest.partition(":")[0]
+    live = record.live_attempt
+    if live is not None and live.state in AWAITING_PROCESS and _is_here(live):
+        return live.lease
+    return None
+
+
+def leased_seconds(record: RunRecord) -> float | None:
+    """Seconds since another process leased the attempt of this one; None = none did."""
+    if os.environ.get(LEASE_VARIABLE, "").partition(":")[0] != record.id:
+        return None
+    return time.monotonic() - float(os.environ[LEASE_VARIABLE].rpartition(":")[2])
+
+
+def lease_text(record: RunRecord) -> str:
+    """What `LEASE_VARIABLE` holds in the process that is to make the last attempt."""
+    return f"{record.id}:{record.attempts[-1].lease}:{time.monotonic()}"
+
+
+def is_live(attempt: Attempt, run_path: Path) -> bool:
+    """Whether a process makes this attempt, or is about to."""
+    if attempt.state in AWAITING_PROCESS and process_exists(attempt):
+        return True
+    return attempt.state in LIVE_ATTEMPT_STATES and is_being_trained(run_path)
+
+
+def process_exists(attempt: Attempt) -> bool:
+    """Whether the process of an attempt is there; one of another machine is taken to be."""
+    if attempt.host != socket.gethostname():
+        return True
+    with suppress(ChildProcessError):  # a dead child of ours looks alive until it is waited for
+        os.waitpid(attempt.pid, os.WNOHANG)
+    try:
+        os.kill(attempt.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_here(attempt: Attempt) -> bool:
+    return attempt.pid == os.getpid() and attempt.host == socket.gethostname()
+
+
+def refuse_if_leased(record: RunRecord, run_path: Path) -> None:
+    """Returns unless the next attempt belongs to another process that is starting.
+
+    Raises:
+        RunError: it does; the message names it.
+    """
+    live = record.live_attempt
+    if live is None or live.state not in AWAITING_PROCESS or not process_exists(live):
+        return
+    if live.lease != held_lease(record):
+        raise RunError(_who_holds(run_path))
 
 
 def ended(record: RunRecord) -> RunRecord:
@@ -109,9 +232,22 @@ def ending_of(error: BaseException) -> tuple[StopReason, Failure | None]:
 def failure_of(error: BaseException) -> Failure:
     """The public description of an error: stable code, category and redacted message."""
     if isinstance(error, TunebookError):
-        return Failure(error.code, error.category, redact(str(error), os.environ))
+        message = str(error).partition(TRACEBACK)[0].rstrip()
+        return Failure(error.code, error.category, redact(message, os.environ))
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return Failure("internal", "system", redact(text, os.environ))
+    code, category = _kind_of(error)
+    return Failure(code, category, redact(text, os.environ))
+
+
+def _kind_of(error: BaseException) -> tuple[str, str]:
+    """Failure code and category of an error that is none of ours."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "out_of_memory", "capacity"
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        return "storage", "system"
+    if isinstance(error, ConnectionError | TimeoutError):
+        return "service_unreachable", "service"
+    return "internal", "system"
 
 
 def utc_now() -> str:
@@ -165,6 +301,6 @@ def _who_holds(run_path: Path) -> str:
     holder = record.live_attempt
     who = "another process" if holder is None else f"process {holder.pid} on {holder.host}"
     return (
-        f"{run_path}: {who} is training this run. One process at a time may: wait for it, stop it, "
-        "or start a new run."
+        f"{run_path}: {who} is training this run. One process at a time may: wait for it, stop it "
+        f"by `{tunebook_command()} runs cancel {record.number}`, or start a new run."
     )

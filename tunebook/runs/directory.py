@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.display import tunebook_command
-from tunebook.errors import RunError
-from tunebook.runs import attempts, files, metrics, numbering, samples
+from tunebook.errors import RunCancelled, RunError
+from tunebook.runs import attempts, cancellation, files, metrics, numbering, samples
 from tunebook.runs.attempts import utc_now
 from tunebook.runs.checkpoints import (
     Checkpoint,
@@ -25,6 +26,7 @@ from tunebook.runs.checkpoints import (
 from tunebook.runs.record import (
     STATE_OF_STOP_REASON,
     Attempt,
+    AttemptState,
     Evaluation,
     Outcome,
     Preparation,
@@ -58,6 +60,7 @@ class RunDir:
         self.record = record
         """What `run.json` holds; replaced, never changed in place."""
         self._next_seq = 0
+        self._one_event = threading.RLock()
         self._logged_step = -1
         self._logged_keys: set[str] = set()
         self._ending: Outcome | None = None
@@ -217,12 +220,13 @@ class RunDir:
     def event(self, type: str, **fields: Any) -> None:
         """Appends an event to `events.jsonl`, its `seq` one above the last of any attempt."""
         path = self.path / "events.jsonl"
-        if not self._next_seq:
-            lines = files.read_lines(path)
-            self._next_seq = lines[-1]["seq"] + 1 if lines else 1
-        head = {"seq": self._next_seq, "attempt": len(self.record.attempts), "time": utc_now()}
-        files.append_line(path, {**head, "type": type, **fields}, sync=True)
-        self._next_seq += 1
+        with self._one_event:  # what is noticed in another thread becomes an event, too
+            if not self._next_seq:
+                lines = files.read_lines(path)
+                self._next_seq = lines[-1]["seq"] + 1 if lines else 1
+            head = {"seq": self._next_seq, "attempt": len(self.record.attempts), "time": utc_now()}
+            files.append_line(path, {**head, "type": type, **fields}, sync=True)
+            self._next_seq += 1
 
     def events(self, *, after: int = 0) -> list[dict[str, Any]]:
         """The events with a `seq` above `after`."""
@@ -325,6 +329,21 @@ class RunDir:
         self.save(replace(self.record, preparation=preparation))
         self.event("preparation", state=preparation)
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Makes the run `verified` at the end of the block; an exception, failed or cancelled.
+
+        What fails here has cost nothing, and the run cannot be trained.
+        """
+        self.set_preparation(Preparation.SNAPSHOTTING)
+        try:
+            yield
+        except BaseException as error:
+            with attempts.shielded():
+                self._end_preparation(error)
+            raise
+        self.set_preparation(Preparation.VERIFIED)
+
     def add_time(self, phase: str, seconds: float) -> None:
         """Adds seconds to a phase of `Timing`, for example `preparing_s`."""
         self.save(replace(self.record, timing=self.record.timing.plus(phase, seconds)))
@@ -361,6 +380,50 @@ class RunDir:
         self.save(replace(self.record, model_available=available))
         self.event("model_available" if available else "model_withdrawn")
 
+    def lease(self, *, resumed_from_step: int, idempotency_key: str | None) -> Attempt:
+        """Adds an attempt that waits for its process; call it inside `only_writer(run)`.
+
+        Args:
+            resumed_from_step: step whose checkpoint it goes on from; 0 = the beginning.
+            idempotency_key: by which a repeated retry is recognised.
+        """
+        self.save(
+            attempts.leased(
+                self.record, resumed_from_step=resumed_from_step, idempotency_key=idempotency_key
+            )
+        )
+        self.event("attempt_leased", resumed_from_step=resumed_from_step)
+        return self.record.attempts[-1]
+
+    def accept(self, pid: int) -> None:
+        """Records the process that was started for the leased attempt."""
+        attempt = replace(self.record.attempts[-1], state=AttemptState.ACCEPTED, pid=pid)
+        self.save(self.record.with_attempt(attempt))
+        self.event("attempt_accepted", pid=pid)
+
+    def cancel_requested(self) -> bool:
+        """Whether somebody has asked to cancel this attempt; when first seen, it is recorded."""
+        attempt = self.record.attempts[-1]
+        assert attempt.state is AttemptState.STARTED, "nobody can ask any more"
+        if not cancellation.is_requested(self.path, attempt.number):
+            return False
+        self._note_cancel_request()
+        return True
+
+    def finalize(self, stop_reason: StopReason) -> StopReason:
+        """Begins the end of an attempt, which nobody can cancel; returns how the run ends.
+
+        A request that came before makes it cancelled.
+        """
+        attempt = replace(self.record.attempts[-1], state=AttemptState.FINALIZING)
+        self.save(self.record.with_attempt(attempt))
+        if cancellation.request(self.path, attempt.number):
+            self.event("finalizing")
+            return stop_reason
+        self._note_cancel_request()
+        self.event("finalizing")
+        return StopReason.CANCELLED
+
     @contextmanager
     def attempt(
         self, *, planned_steps: int, downgrades: Sequence[str] = (), resumed_from_step: int = 0
@@ -378,9 +441,14 @@ class RunDir:
 
         Raises:
             RunError: another process is training this run.
+            RunCancelled: somebody asked for that before the first step.
         """
         with only_writer(self):
             record = attempts.started(self.record, resumed_from_step)
+            for folder in (self.path, self.samples_dir):
+                files.remove_leftovers(folder)
+            for number in range(1, len(record.attempts)):
+                cancellation.forget(self.path, number)
             self.save(record)
             self._ending = Outcome(StopReason.FAILED, planned_steps, 0, list(downgrades))
             self._training_since = time.monotonic()
@@ -388,6 +456,8 @@ class RunDir:
                 "attempt_started", resumed_from_step=resumed_from_step, planned_steps=planned_steps
             )
             try:
+                if resumed_from_step == 0 and self.cancel_requested():
+                    raise RunCancelled(f"{self.path}: cancelled before its first step")
                 yield record.attempts[-1]
                 assert self.record.outcome is not None, "the attempt ended without run.finish(...)"
             except BaseException as error:
@@ -414,7 +484,7 @@ class RunDir:
             self.event("downgraded", token=token)
 
     def finish(self, stop_reason: StopReason, *, steps: int, rule: str | None = None) -> None:
-        """Records how the run ended; call it last inside the `with run.attempt(...)` block.
+        """Says how the run ends; call it last inside the `with run.attempt(...)` block.
 
         Args:
             stop_reason: why no further step was made.
@@ -433,7 +503,8 @@ class RunDir:
                 "rows."
             )
         outcome = replace(self._ending, stop_reason=stop_reason, steps=steps, rule=rule)
-        self.save(replace(self.record, state=state, outcome=outcome))
+        # Written with the end of the attempt: until then, whoever kills us interrupts the run.
+        self.record = replace(self.record, state=state, outcome=outcome)
 
     def _end_by(self, error: BaseException) -> None:
         """Records the end that an exception brought; if the disk refuses, says so in a note."""
@@ -447,15 +518,34 @@ class RunDir:
                     self._ending, stop_reason=reason, steps=rows[-1]["step"] if rows else 0
                 )
                 state = STATE_OF_STOP_REASON[reason]
-                self.save(replace(self.record, state=state, failure=failure, outcome=outcome))
+                self.record = replace(self.record, state=state, failure=failure, outcome=outcome)
             self._end()
         except RunError as refused:
             error.add_note(f"The run directory could not record this end: {refused}")
 
+    def _note_cancel_request(self) -> None:
+        if self.record.state is RunState.RUNNING:
+            self.save(replace(self.record, state=RunState.CANCEL_REQUESTED))
+            self.event("cancel_requested")
+
+    def _end_preparation(self, error: BaseException) -> None:
+        reason, failure = attempts.ending_of(error)
+        cancelled = reason is StopReason.CANCELLED
+        state = STATE_OF_STOP_REASON[reason]
+        try:
+            self.save(replace(self.record, state=state, failure=failure))
+            self.set_preparation(Preparation.CANCELLED if cancelled else Preparation.FAILED)
+        except RunError as refused:
+            error.add_note(f"The run directory could not record this end: {refused}")
+
     def _end(self) -> None:
-        self._bank_training_time()
+        record = attempts.ended(self.record)
+        if self._training_since is not None:
+            seconds = time.monotonic() - self._training_since
+            record = replace(record, timing=record.timing.plus("training_s", seconds))
         self._training_since = self._ending = None
-        self.save(attempts.ended(self.record))
+        self.save(record)  # state, outcome and end of the attempt at once
+        cancellation.forget(self.path, len(self.record.attempts))
         assert self.record.outcome is not None
         self.event(
             "attempt_ended",
@@ -468,6 +558,18 @@ class RunDir:
             now = time.monotonic()
             self.add_time("training_s", now - self._training_since)
             self._training_since = now
+
+    def require_prepared(self) -> None:
+        """Returns if the run was prepared to the end, so that it can be trained.
+
+        Raises:
+            RunError: it was not.
+        """
+        if self.record.preparation is not Preparation.VERIFIED:
+            raise RunError(
+                f"{self.path}: its preparation is {self.record.preparation}, so it cannot be "
+                "trained; prepare a new run"
+            )
 
     def _existing(self, name: str) -> Path:
         path = self.path / name
@@ -484,11 +586,12 @@ def only_writer(run: RunDir) -> Iterator[None]:
     block before `run.attempt(...)`, which takes it itself.
 
     Raises:
-        RunError: another process is training this run; the message names it.
+        RunError: another process is training this run, or starts to; the message names it.
         StorageError: the lock file cannot be made.
     """
     with attempts.locked(run.path):
         run.reload()
+        attempts.refuse_if_leased(run.record, run.path)
         yield
 
 

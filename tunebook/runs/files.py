@@ -10,6 +10,7 @@ import json
 import math
 import numbers
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
@@ -145,6 +146,19 @@ def append_line(path: Path, value: Any, *, sync: bool) -> None:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what writers that were killed have left half written in a folder.
+
+    Call it where nobody else writes there.
+    """
+    for path in folder.glob(".*.tmp*"):
+        with writing(path):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def sync_file(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,22 @@ from typing import Any
 
 from tunebook.display import tunebook_command
 from tunebook.errors import RunError
-from tunebook.runs.attempts import is_being_trained
 from tunebook.runs.directory import RunDir
 from tunebook.runs.numbering import RECORD_FILE, run_folders
-from tunebook.runs.record import RunState
+from tunebook.runs.status import shown_state
 
-INTERRUPTED = "interrupted"
-"""Shown for a run whose record says `running` while no process holds it."""
+DEFAULT_PAGE, MAX_PAGE = 25, 100
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    """Some of the runs of a folder."""
+
+    runs: list[RunDir]
+    total: int
+    """Runs in the folder."""
+    next_cursor: str | None
+    """Of the page that follows; None = this is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +79,44 @@ def list_runs(root: Path) -> list[RunDir]:
     return sorted((RunDir.open(path) for path in run_folders(root)), key=_number)
 
 
-def shown_state(run: RunDir) -> str:
-    """The state of a run, or `interrupted` when it was killed while running."""
-    state = run.record.state
-    if state in (RunState.RUNNING, RunState.CANCEL_REQUESTED) and not is_being_trained(run.path):
-        return INTERRUPTED
-    return state.value
+def page_runs(root: Path, *, limit: int = DEFAULT_PAGE, cursor: str | None = None) -> RunPage:
+    """One page of the runs of a folder, by number; runs that are added meanwhile come last.
+
+    Args:
+        root: folder of the runs.
+        limit: runs, 100 at most.
+        cursor: `next_cursor` of the page before; None = the first.
+
+    Raises:
+        RunError: a cursor that no page gave, or a limit out of range; else as `list_runs`.
+    """
+    if not 1 <= limit <= MAX_PAGE:
+        raise RunError(f"limit={limit}: must be between 1 and {MAX_PAGE} runs")
+    after = 0 if cursor is None else _number_of(cursor)
+    runs = list_runs(root)
+    rest = [run for run in runs if run.record.number > after]
+    page = rest[:limit]
+    more = len(rest) > limit
+    return RunPage(page, len(runs), _cursor_after(page[-1].record.number) if more else None)
+
+
+def _cursor_after(number: int) -> str:
+    return base64.urlsafe_b64encode(f"after {number}".encode()).decode()
+
+
+def _number_of(cursor: str) -> int:
+    try:
+        word, number = base64.urlsafe_b64decode(cursor.encode("ascii")).decode("ascii").split(" ")
+        if word == "after" and number.isdecimal():
+            return int(number)
+    except ValueError:
+        pass  # said below, as for a cursor that decodes to something else
+    raise RunError(f"cursor={cursor!r}: no page gave this cursor; begin without one")
 
 
 def compare_runs(runs: Sequence[RunDir]) -> Comparison:
     """What differs between the configs of runs, and what came out."""
-    flat = [_flattened(run.read_config()) for run in runs]
+    flat = [flattened(run.read_config()) for run in runs]
     keys = sorted({key for one in flat for key in one})
     differences = {
         key: [one.get(key) for one in flat]
@@ -121,10 +158,11 @@ def _number(run: RunDir) -> int:
     return run.record.number
 
 
-def _flattened(value: Any, prefix: str = "") -> dict[str, Any]:
+def flattened(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one, its keys dotted."""
     if isinstance(value, Mapping) and value:
         flat: dict[str, Any] = {}
         for key, item in value.items():
-            flat |= _flattened(item, f"{prefix}.{key}" if prefix else str(key))
+            flat |= flattened(item, f"{prefix}.{key}" if prefix else str(key))
         return flat
     return {prefix: value}

@@ -35,15 +35,20 @@ class AttemptState(StrEnum):
     """State of one attempt at training."""
 
     LEASED = "leased"
+    """Recorded; its process is about to be started."""
     ACCEPTED = "accepted"
+    """Its process is there and prepares."""
     STARTED = "started"
+    """It holds the lock of the run and trains."""
     FINALIZING = "finalizing"
+    """It writes the model; a cancellation is refused from here on."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     """The process is gone without having said how it ended."""
     SUBMISSION_UNCERTAIN = "submission_uncertain"
+    """Whoever was starting its process is gone, and nobody knows whether it did."""
 
 
 LIVE_ATTEMPT_STATES = frozenset(
@@ -67,6 +72,8 @@ class StopReason(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
+
+ENDED_STATES = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED})
 
 STATE_OF_STOP_REASON = {
     StopReason.COMPLETED: RunState.SUCCEEDED,
@@ -93,6 +100,10 @@ class Attempt:
     host: str
     resumed_from_step: int
     """0 = began at the beginning."""
+    lease: str | None = None
+    """By which a process in the background knows that this attempt is its own."""
+    idempotency_key: str | None = None
+    """A retry with the same key is this attempt, not another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,11 @@ class Timing:
     training_s: float | None = None
     post_processing_s: float | None = None
     finalizing_s: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        """The known phases together."""
+        return sum(getattr(self, one.name) or 0.0 for one in fields(self))
 
     def plus(self, phase: str, seconds: float) -> Timing:
         """The timing with `seconds` added to a phase, for example `training_s`."""

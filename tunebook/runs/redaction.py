@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 REDACTED = "[redacted]"
@@ -97,6 +101,34 @@ def redact_config(config: Any, environ: Mapping[str, str]) -> Any:
     if isinstance(config, Sequence) and not isinstance(config, str | bytes | bytearray):
         return [redact_config(item, environ) for item in config]
     return _without_certain_secrets(config, environ) if isinstance(config, str) else config
+
+
+class RedactingOutput(io.TextIOWrapper):
+    """A stream that redacts what is written to it, a write at a time."""
+
+    def write(self, text: str, /) -> int:
+        super().write(redact(text, os.environ))
+        return len(text)
+
+
+@contextmanager
+def redacted_output() -> Iterator[None]:
+    """Redacts for a block what this process prints, unless a person reads it on a terminal."""
+    before = sys.stdout, sys.stderr
+    redacting = [
+        RedactingOutput(each.buffer, encoding="utf-8", errors="replace", line_buffering=True)
+        if isinstance(each, io.TextIOWrapper) and not each.isatty()
+        else each
+        for each in before
+    ]
+    sys.stdout, sys.stderr = redacting
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for each in redacting:
+            if isinstance(each, RedactingOutput):
+                each.detach()  # else the stream would be closed with it
 
 
 def _without_certain_secrets(text: str, environ: Mapping[str, str]) -> str:

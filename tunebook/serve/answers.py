@@ -45,7 +45,7 @@ async def body_parts(request: Request, *, max_bytes: int) -> AsyncIterator[bytes
         ApiError: it is larger than allowed, or does not come.
     """
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared[:20]) > max_bytes:
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
     received = 0
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +23,18 @@ from tunebook.models import model_fingerprint
 from tunebook.serve import resources
 from tunebook.serve.answers import error_answer
 from tunebook.serve.downloads import Downloads
-from tunebook.serve.errors import ApiError
+from tunebook.serve.endings import advance
+from tunebook.serve.errors import ApiError, log, log_failure
+from tunebook.serve.faults import FaultyApp
 from tunebook.serve.operations import Limits
 from tunebook.serve.payloads import Payloads
 from tunebook.serve.routes import Routes
 from tunebook.serve.state import Settings, State
 from tunebook.serve.store import Store
-from tunebook.serve.worker import Worker, log_failure
+from tunebook.serve.worker import Worker
 
 TICK_S = 0.25
+PRUNE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,14 @@ class Server:
             self._home_lock.acquire(blocking=False)
         except Timeout as error:
             raise ConfigError(f"--home {home}: another server uses it; name another") from error
+        try:
+            self._open(engine, settings)
+        except BaseException:
+            self._home_lock.release()
+            raise
+
+    def _open(self, engine: Engine, settings: Settings) -> None:
+        home = settings.home
         self._store = Store(home / "server.sqlite")
         fingerprint = model_fingerprint(engine.model, revision=engine.revision)
         known = self._store.meta("model", fingerprint)
@@ -87,22 +99,34 @@ class Server:
         self._payloads = Payloads(home, self._store)
         self._payloads.clean_up()
         self.state = State(settings, self._store, *_shape_of(engine))
-        self._worker = Worker(self.state, self._payloads, engine.new_backend)
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when the server cannot go on."""
+        self._worker = Worker(
+            self.state, self._payloads, engine.new_backend, lambda: self.on_failure()
+        )
         downloads = Downloads(
             self.state,
             self._payloads,
             {
+                "model_name": engine.model,
                 "dtype": "float32",
                 "revision": engine.revision,
                 "trust_remote_code": engine.trust_remote_code,
                 "allow_pickle": engine.allow_pickle,
             },
         )
-        self.app = Starlette(
-            routes=Routes(self.state, self._payloads, downloads).all(),
+        app = Starlette(
+            routes=Routes(self.state, self._payloads, downloads, lambda: self._worker.alive).all(),
             lifespan=self._lifespan,
-            exception_handlers={HTTPException: _http_error, Exception: _server_error},
+            exception_handlers={HTTPException: _http_error},
         )
+        # The outermost: it drops connections of uvicorn itself.
+        self.app = FaultyApp(app, settings.faults, log) if settings.faults.rules else app
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a fault of its own."""
+        return self._worker.failed
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -115,16 +139,27 @@ class Server:
         finally:
             clock.cancel()
             await asyncio.to_thread(self._worker.stop)
-            self._store.close()
-            self._home_lock.release()
+            self.close()
+
+    def close(self) -> None:
+        """Lets go of the home."""
+        self._store.close()
+        self._home_lock.release()
 
     async def _tick(self) -> None:
+        state = self.state
+        next_pruning = 0.0
         while True:
             try:
-                resources.advance(self.state)
-                resources.expire(self.state)
-                oldest = self._settings.now() - self._settings.payload_keep_s
-                self._payloads.forget(before=oldest)
+                advance(state)
+                resources.expire(state)
+                with state.work:
+                    state.work.notify_all()  # A session may have become due.
+                if time.monotonic() > next_pruning:
+                    before = state.settings.now() - state.settings.keep_s
+                    self._payloads.forget(before=before)
+                    self._store.forget_outputs(before=before)
+                    next_pruning = time.monotonic() + PRUNE_S
             except Exception as error:
                 # The next tick tries again; a server whose clock stands still never expires.
                 log_failure("the clock failed", error)
@@ -160,11 +195,4 @@ def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return error_answer(
         ApiError(error.status_code, error.detail, code="not_found", headers=error.headers)
-    )
-
-
-def _server_error(request: Request, error: Exception) -> Response:
-    log_failure(f"{request.method} {request.url.path} failed", error)
-    return error_answer(
-        ApiError(500, "the server failed at this; its log has the cause", code="internal_error")
     )

@@ -8,8 +8,10 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import ConfigError
+from tunebook.errors import BackendError, ConfigError
 from tunebook.models import tunebook_home
+from tunebook.serve.faults import NO_FAULTS, read_faults
+from tunebook.serve.rates import PRESETS
 
 if TYPE_CHECKING:
     from tunebook.serve.app import Server
@@ -29,6 +31,8 @@ def serve(
     token_env: str,
     max_sessions: int,
     price_per_hour: float,
+    faults: Path | None,
+    rates: str,
     engine: dict[str, Any],
 ) -> None:
     """Serves until SIGTERM or SIGINT; an operation that is running is finished.
@@ -42,6 +46,8 @@ def serve(
         token_env: variable that holds the token; without one only loopback is listened on.
         max_sessions: LoRA sessions of a resource at a time.
         price_per_hour: US dollars that estimates name.
+        faults: plan of faults, see `tunebook.serve.faults`; None = none.
+        rates: limits on how often clients may call: none, or those of the hosted service.
         engine: device, dtype and the like, as in `tunebook.serve.app.Engine`.
 
     Raises:
@@ -61,6 +67,9 @@ def serve(
         )
     if max_sessions < 1:
         raise ConfigError(f"--max-sessions {max_sessions}: must be at least 1")
+    if rates not in PRESETS:
+        raise ConfigError(f"--rates {rates}: must be one of {', '.join(PRESETS)}")
+    plan = NO_FAULTS if faults is None else read_faults(faults)
     from tunebook.serve.app import Engine, Server
     from tunebook.serve.state import Settings
 
@@ -70,6 +79,8 @@ def serve(
         token=token,
         max_sessions=max_sessions,
         price_per_hour=price_per_hour,
+        faults=plan,
+        rates=PRESETS[rates],
     )
     with bound_socket(host, port) as bound:
         run(Server(Engine(model=model, **engine), settings), bound, host)
@@ -124,6 +135,9 @@ def run(server: Server, bound: socket.socket, host: str) -> None:
         def handle_exit(self, sig: int, frame: Any) -> None:
             # Not uvicorn's own: it would raise the signal again, and end in another code than 0.
             del sig, frame
+            self.end()
+
+        def end(self) -> None:
             server.state.waiters.end()
             self.should_exit = True
 
@@ -136,4 +150,8 @@ def run(server: Server, bound: socket.socket, host: str) -> None:
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=DRAIN_S,
     )
-    Listener(config).run(sockets=[bound])
+    listener = Listener(config)
+    server.on_failure = listener.end
+    listener.run(sockets=[bound])
+    if server.failed:
+        raise BackendError("the server failed; what it wrote above has the cause")

@@ -24,7 +24,7 @@ class Downloads:
         Args:
             state: of the server.
             payloads: signs addresses.
-            model: `revision`, `trust_remote_code`, `allow_pickle` of the base; `dtype` to merge in.
+            model: what `merge_adapter` is told of the base.
         """
         self._state = state
         self._payloads = payloads
@@ -86,4 +86,4 @@ class Downloads:
             adapter = self._folder(checkpoint, ADAPTER)
             if not adapter.is_dir():
                 raise ApiError(404, "the files of this checkpoint are gone", code="not_found")
-            merge_adapter(checkpoint.base_model, adapter, folder, **self._model)
+            merge_adapter(adapter=adapter, directory=folder, **self._model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Mapping
 
 TYPES = {
@@ -67,3 +69,14 @@ def shown(value: object) -> str:
     """A value for an error message, shortened."""
     text = repr(value)
     return text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
+
+
+def log(line: str) -> None:
+    """Writes a line to standard error."""
+    print(f"tunebook serve: {line}", file=sys.stderr, flush=True)
+
+
+def log_failure(what: str, error: BaseException) -> None:
+    """Writes a failure that a client is not told the cause of to standard error."""
+    log(f"{what}:")
+    traceback.print_exception(error, file=sys.stderr)

@@ -60,6 +60,13 @@ def joint_kind(request: Request) -> str | None:
     return "sample" if isinstance(request, Sample) else None
 
 
+def num_tokens(request: Request) -> int:
+    """Tokens that an operation reads."""
+    if isinstance(request, ForwardBackward | CustomForwardBackward):
+        return sum(datum.num_scored for datum in request.data)
+    return sum(map(len, request.prompts)) if isinstance(request, Sample) else 0
+
+
 def begin(
     trainee: Trainee, operation: Operation, request: Request, now: float
 ) -> Callable[[], Result]:
@@ -273,7 +280,11 @@ def failure_of(error: Exception) -> OperationError:
     if isinstance(error, OperationError):
         return error
     if isinstance(error, NonFiniteError):
-        return OperationError("NON_FINITE_LOSS", str(error))
+        return OperationError(
+            "NON_FINITE_LOSS",
+            "a loss, gradient, weight or logit is NaN or infinite; nothing of this operation was "
+            "applied. Look at its samples, or go on from a checkpoint with a lower learning rate",
+        )
     causes = [error, error.__cause__]
     text = " ".join(str(one) for one in causes)
     if any(isinstance(one, MemoryError | torch.OutOfMemoryError) for one in causes) or (

@@ -68,9 +68,9 @@ class Payloads:
         os.replace(partial, self.path(identity))
         return identity
 
-    def forget(self, *, session_id: str | None = None, before: float = 0.0) -> None:
-        """Deletes payloads of a session, or those made before a time."""
-        for identity in self._store.take_payloads(session_id=session_id, before=before):
+    def forget(self, *, before: float) -> None:
+        """Deletes payloads made before a time."""
+        for identity in self._store.take_payloads(before=before):
             self.path(identity).unlink(missing_ok=True)
 
     def clean_up(self) -> None:

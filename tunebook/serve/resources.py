@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunebook.serve.endings import advance, end_session, fail_resource, settle_stopped
 from tunebook.serve.errors import ApiError, invalid
 from tunebook.serve.records import (
     ENDED_RESOURCE,
     GPU_TYPE,
-    Problem,
     Resource,
     ResourceStatus,
     SessionStatus,
     new_id,
 )
-from tunebook.serve.sessions import end_session
 from tunebook.serve.state import State
 from tunebook.serve.values import (
     check_keys,
@@ -122,40 +121,25 @@ def _read_optimizer(value: Any, lora_enabled: bool) -> dict[str, Any]:
     return {"muon": {"scaling_strategy": "MUON_SCALING_STRATEGY_MATCH_ADAM"}}
 
 
-def create_resource(state: State, body: Mapping[str, Any], *, delay_s: float = 0.0) -> Resource:
+def create_resource(state: State, body: Mapping[str, Any]) -> Resource:
     """A new resource, READY at once unless it has to wait.
 
     Args:
         state: of the server.
         body: of the request.
-        delay_s: seconds that it takes to start.
     """
     resource = read_resource(state, body)
+    state.check_rate("create-resource")
     with state.lock:
-        resource.due_at = resource.created_at + delay_s
+        fault = state.settings.faults.resource_fault("create", state.store.count(Resource) + 1)
+        if fault is not None:
+            resource.due_at = resource.created_at + fault.delay_s
         state.resources[resource.id] = resource
         state.save(resource)
+        if fault is not None and fault.code is not None:
+            fail_resource(state, resource, fault.code, fault.message)
         advance(state)
     return resource
-
-
-def advance(state: State) -> None:
-    """Moves waiting resources on: one that trains full weights has to wait for another such."""
-    with state.lock:
-        now = state.settings.now()
-        live = list(state.resources.values())
-        taken = any(
-            not one.lora_enabled and one.status is not ResourceStatus.PENDING for one in live
-        )
-        for resource in live:
-            if resource.status is ResourceStatus.PENDING and (resource.lora_enabled or not taken):
-                resource.status = ResourceStatus.CREATING
-                state.save(resource)
-                taken = taken or not resource.lora_enabled
-            if resource.status is ResourceStatus.CREATING and now >= resource.due_at:
-                resource.status = ResourceStatus.READY
-                resource.last_activity = now
-                state.save(resource)
 
 
 def queue_position(state: State, resource: Resource) -> int | None:
@@ -225,20 +209,6 @@ def _end(state: State, resource: Resource, sessions_become: SessionStatus) -> No
     settle_stopped(state, resource.id)
 
 
-def settle_stopped(state: State, identity: str) -> None:
-    """Ends a resource that is to stop once none of its sessions holds anything."""
-    with state.lock:
-        resource = state.resources.get(identity)
-        if (
-            resource is not None
-            and resource.status is ResourceStatus.STOPPING
-            and not state.lanes_of(resource)
-        ):
-            resource.status = ResourceStatus.STOPPED
-            state.save(resource)
-            advance(state)
-
-
 def expire(state: State) -> None:
     """Stops resources on which nothing has happened for their time."""
     with state.lock:
@@ -250,15 +220,3 @@ def expire(state: State) -> None:
             if any(lane.queue or lane.num_running for lane in lanes):
                 continue  # What runs counts as activity.
             _end(state, resource, SessionStatus.EXPIRED)
-
-
-def fail_resource(state: State, resource: Resource, code: str, message: str) -> None:
-    """Puts a resource, and its sessions, into their error state."""
-    with state.lock:
-        resource.status = ResourceStatus.ERROR
-        resource.error = Problem(code, message, state.settings.now())
-        for lane in state.lanes_of(resource):
-            lane.session.error = Problem("RESOURCE_UNAVAILABLE", message, state.settings.now())
-            end_session(state, lane, SessionStatus.ERROR)
-        state.save(resource)
-        advance(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ from tunebook.serve.answers import (
     statuses,
 )
 from tunebook.serve.downloads import Downloads
-from tunebook.serve.errors import ApiError, invalid, not_found
+from tunebook.serve.errors import ApiError, invalid, log_failure, not_found
+from tunebook.serve.meters import CONTENT_TYPE
 from tunebook.serve.operations import READERS
 from tunebook.serve.payloads import Payloads
 from tunebook.serve.records import (
@@ -33,6 +35,7 @@ from tunebook.serve.records import (
     WAITING_RESOURCE,
     Checkpoint,
     Operation,
+    OperationStatus,
     Resource,
     ResourceStatus,
     Session,
@@ -49,8 +52,23 @@ CHECKPOINT_TYPES = {"CHECKPOINT_TYPE_TRAINING": True, "CHECKPOINT_TYPE_INFERENCE
 class Routes:
     """Answers requests; see the protocol's own documentation for what each means."""
 
-    def __init__(self, state: State, payloads: Payloads, downloads: Downloads) -> None:
+    def __init__(
+        self,
+        state: State,
+        payloads: Payloads,
+        downloads: Downloads,
+        is_alive: Callable[[], bool],
+    ) -> None:
+        """Takes the server's parts.
+
+        Args:
+            state: of the server.
+            payloads: large bodies and results.
+            downloads: files of checkpoints.
+            is_alive: whether operations are run.
+        """
         self._state = state
+        self._is_alive = is_alive
         self._settings = state.settings
         self._payloads = payloads
         self._downloads = downloads
@@ -82,7 +100,7 @@ class Routes:
             ("GET", "/v1/rl/checkpoints/{id}/download", self.list_files),
         ]
         routes: list[BaseRoute] = [
-            Route(path, self._guarded(endpoint), methods=[method])
+            Route(path, self._counted(path, self._guarded(endpoint)), methods=[method])
             for method, path, endpoint in table
         ]
         signed: list[tuple[str, str, Endpoint]] = [
@@ -90,8 +108,13 @@ class Routes:
             ("GET", "/v1/rl/files/{proof}/down/{id}", self.download),
             ("GET", "/v1/rl/files/{proof}/file/{id}/{variant}/{file}", self.file),
         ]
+        watched: list[tuple[str, str, Endpoint]] = [
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics),
+        ]
         return routes + [
-            Route(path, _answered(endpoint), methods=[method]) for method, path, endpoint in signed
+            Route(path, self._counted(path, endpoint), methods=[method])
+            for method, path, endpoint in [*signed, *watched]
         ]
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
@@ -99,7 +122,36 @@ class Routes:
             check_token(request, self._settings.token)
             return await endpoint(request)
 
-        return _answered(guarded)
+        return guarded
+
+    def _counted(self, path: str, endpoint: Endpoint) -> Endpoint:
+        """The endpoint with its refusals as answers, and all answers counted."""
+        requests = self._state.monitor.requests
+
+        async def counted(request: Request) -> Response:
+            response = await _answer(endpoint, request)
+            requests.add(method=request.method, path=path, status=str(response.status_code))
+            return response
+
+        return counted
+
+    async def health(self, request: Request) -> Response:
+        del request
+        alive = self._is_alive()
+        body = {"status": "ok" if alive else "failed", "model": self._settings.model}
+        return Json(body, status_code=200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        if self._settings.token is not None:
+            check_token(request, self._settings.token)
+        state = self._state
+        with state.lock:
+            text = state.monitor.text(
+                resources=Tally(one.status for one in state.resources.values()),
+                sessions=Tally(lane.session.status for lane in state.lanes.values()),
+                num_queued=len(state.operations),
+            )
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def _json(self, request: Request) -> Any:
         return await read_json(request, max_bytes=self._settings.max_body_bytes)
@@ -216,7 +268,7 @@ class Routes:
             operation = self._submit(session_id, kind, key, body)
         else:
             operation = await run_in_threadpool(self._submit, session_id, kind, key, body)
-        return Json(_operation_wire(operation, None))
+        return Json(self._operation_wire(session_id, operation.id, kind))
 
     def _submit(self, session_id: str, kind: str, key: str | None, body: bytes) -> Operation:
         payload_id = sessions.payload_of(body)
@@ -229,14 +281,28 @@ class Routes:
         session_id, kind = request.path_params["session_id"], _kind_of(request)
         identity, state = request.path_params["id"], self._state
 
-        def find() -> tuple[Operation, bytes | None]:
-            found = state.store.operation(session_id, identity)
-            if found is None or found[0].kind != kind:
-                raise not_found(f"{kind} operation", identity)
-            return found
+        await state.waiters.until(
+            identity, lambda: identity not in state.operations, timeout=self._settings.poll_s
+        )
+        return Json(self._operation_wire(session_id, identity, kind))
 
-        await state.waiters.until(identity, lambda: find()[0].ended, timeout=self._settings.poll_s)
-        return Json(_operation_wire(*find()))
+    def _operation_wire(self, session_id: str, identity: str, kind: str) -> dict[str, Any] | bytes:
+        """An operation as it is now, with its output if it has completed.
+
+        A submission may find it completed as well, when it is sent again.
+        """
+        live = self._state.operations.get(identity)
+        found = self._state.store.operation(session_id, identity)
+        if found is None or found[0].kind != kind:
+            raise not_found(f"{kind} operation", identity)
+        operation, output = found
+        # Whether it has ended is asked of the store alone: the live record moves on meanwhile.
+        if not operation.ended and live is not None and live.status is OperationStatus.RUNNING:
+            operation.status = OperationStatus.RUNNING
+        if operation.status is OperationStatus.COMPLETED and output is None:
+            message = f"the result of {identity} is no longer kept"
+            raise ApiError(410, message, code="result_gone")
+        return _stored_wire(operation, output)
 
     # Payloads.
 
@@ -311,6 +377,7 @@ class Routes:
 
     async def list_files(self, request: Request) -> Response:
         variant = request.query_params.get("variant")
+        self._state.check_rate("download")
         files = await run_in_threadpool(self._downloads.files, self._checkpoint(request), variant)
         return Json({"data": files})
 
@@ -334,16 +401,15 @@ class Routes:
         return found, limit, more
 
 
-def _answered(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with its refusals as answers."""
-
-    async def answered(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except ApiError as error:
-            return error_answer(error)
-
-    return answered
+async def _answer(endpoint: Endpoint, request: Request) -> Response:
+    try:
+        return await endpoint(request)
+    except ApiError as error:
+        return error_answer(error)
+    except Exception as error:
+        log_failure(f"{request.method} {request.url.path[:200]!r} failed", error)
+        message = "the server failed at this; its log has the cause"
+        return error_answer(ApiError(500, message, code="internal_error"))
 
 
 def _kind_of(request: Request) -> str:
@@ -353,7 +419,7 @@ def _kind_of(request: Request) -> str:
     return kind
 
 
-def _operation_wire(operation: Operation, output: bytes | None) -> dict[str, Any] | bytes:
+def _stored_wire(operation: Operation, output: bytes | None) -> dict[str, Any] | bytes:
     status = f"TRAINING_OPERATION_STATUS_{operation.status}"
     if output is not None:
         head = f'{{"id":"{operation.id}","status":"{status}","output":'

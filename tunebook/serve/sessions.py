@@ -6,9 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from tunebook.serve.endings import end_session, fail_resource
 from tunebook.serve.errors import ApiError, invalid, not_found
 from tunebook.serve.operations import (
     WITH_PAYLOAD,
+    ForwardBackward,
     OptimStep,
     Request,
     Sample,
@@ -46,6 +48,8 @@ from tunebook.types import LoraConfig, MuonParams
 
 DEFAULT_RANK = 16
 MAX_KEY = 255
+KEPT_BYTES = 4 * 2**20
+"""Larger requests wait on disk."""
 WANDB_KEYS = ("entity", "group", "project", "run_id", "run_name", "url")
 LORA_KEYS = ("rank", "alpha", "dropout", "seed", "train_unembed")
 
@@ -89,16 +93,18 @@ def create_session(state: State, body: Mapping[str, Any]) -> Session:
             metadata=metadata,
             resume_from=None if checkpoint is None else checkpoint.id,
         )
+        state.check_rate("create-session")
         cap = state.settings.max_sessions if resource.lora_enabled else 1
+        fault = state.settings.faults.session_fault("create", state.store.count(Session) + 1)
         if len(state.lanes_of(resource)) >= cap:
+            message = f"this resource takes {cap} sessions at a time; stop one of them"
+            session.error = Problem("RESOURCE_AT_CAPACITY", message, now)
+        elif fault is not None and fault.code is not None:
+            session.error = Problem(fault.code, fault.message, now)
+        if session.error is not None:
             session.status = SessionStatus.ERROR
-            session.error = Problem(
-                "RESOURCE_AT_CAPACITY",
-                f"this resource takes {cap} sessions at a time; stop one of them",
-                now,
-            )
         else:
-            state.lanes[session.id] = Lane(session)
+            state.lanes[session.id] = Lane(session, due_at=now + fault.delay_s if fault else now)
         state.touch(resource.id)
         state.save(session)
         state.work.notify_all()
@@ -233,16 +239,6 @@ def stop_session(state: State, identity: str) -> Session:
         return session
 
 
-def end_session(state: State, lane: Lane, becomes: SessionStatus) -> None:
-    """Has the worker end a session after what it is computing; nothing else of it runs."""
-    if lane.ending is not None:
-        return
-    lane.ending = becomes
-    lane.session.status = SessionStatus.STOPPING
-    state.save(lane.session)
-    state.work.notify_all()
-
-
 def session_wire(state: State, session: Session) -> dict[str, Any]:
     """JSON of a session."""
     with state.lock:
@@ -296,12 +292,30 @@ def submit(
                 code="too_many_operations",
                 headers={"retry-after": "1"},
             )
+        forward_only = isinstance(request, ForwardBackward) and request.forward_only
+        state.check_rate("forward" if forward_only else kind, session_id)
         operation = Operation(new_id("op"), session_id, 0, kind, OperationStatus.PENDING)
         state.store.add_operation(operation, key=key, digest=digest, body=body, payload=payload)
-        lane.queue.append(Queued(operation, request))
+        state.operations[operation.id] = operation
+        kept = request if len(body) + len(payload or b"") <= KEPT_BYTES else None
+        lane.queue.append(Queued(operation, kept))
         state.touch(session.resources_id)
+        _meet_faults(state, lane, operation.seq)
         state.work.notify_all()
     return operation
+
+
+def _meet_faults(state: State, lane: Lane, count: int) -> None:
+    """What the server's plan has happen when the `count`-th operation is submitted."""
+    fault = state.settings.faults.resource_fault("operation", count)
+    resource = state.resources.get(lane.session.resources_id)
+    if fault is not None and fault.code is not None and resource is not None:
+        fail_resource(state, resource, fault.code, fault.message)
+        return
+    fault = state.settings.faults.session_fault("operation", count)
+    if fault is not None and fault.code is not None:
+        lane.session.error = Problem(fault.code, fault.message, state.settings.now())
+        end_session(state, lane, SessionStatus[fault.status or "ERROR"])
 
 
 def _operation_of_key(state: State, session_id: str, key: str, digest: bytes) -> Operation | None:

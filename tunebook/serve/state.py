@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tunebook.serve.errors import not_found
+from tunebook.serve.errors import ApiError, not_found
+from tunebook.serve.faults import NO_FAULTS, FaultPlan
+from tunebook.serve.monitoring import Monitor
 from tunebook.serve.operations import Limits, Request
+from tunebook.serve.rates import Limit, RateLimiter
 from tunebook.serve.records import (
+    CREATED_BY,
     ENDED_RESOURCE,
     Operation,
     Resource,
@@ -45,9 +50,12 @@ class Settings:
     """Larger results are downloaded beside the operation."""
     poll_s: float = 20.0
     """How long a question is held open until there is something to say."""
-    payload_keep_s: float = 3600.0
+    keep_s: float = 3600.0
+    """How long payloads and large results can be fetched."""
     price_per_hour: float = 0.0
     """US dollars that an estimate names."""
+    faults: FaultPlan = NO_FAULTS
+    rates: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     now: Callable[[], float] = time.time
 
 
@@ -58,6 +66,9 @@ class Queued:
     operation: Operation
     request: Request | None
     """None = to be read from the store."""
+    since: float = field(default_factory=time.monotonic)
+    alone: bool = False
+    """It failed in a batch, and is tried by itself."""
 
 
 @dataclass(slots=True)
@@ -67,6 +78,8 @@ class Lane:
     session: Session
     queue: deque[Queued] = field(default_factory=deque[Queued])
     num_running: int = 0
+    due_at: float = 0.0
+    """When it may be opened."""
     ending: SessionStatus | None = None
     """What the session is to become."""
 
@@ -84,10 +97,10 @@ class Waiters:
         self._loop = loop
 
     def end(self) -> None:
-        """Lets everybody go, now and later."""
+        """Lets everybody go, now and later; may be called from any thread."""
         self._ending = True
         for key in list(self._events):
-            self._wake(key)
+            self.notify(key)
 
     def notify(self, key: str) -> None:
         """Says that what `key` names has changed."""
@@ -142,10 +155,14 @@ class State:
         self.lock = threading.RLock()
         self.work = threading.Condition(self.lock)
         self.waiters = Waiters()
+        self.monitor = Monitor()
+        self._rates = RateLimiter(settings.rates)
         self.resources: dict[str, Resource] = {}
         """Those that have not ended, oldest first."""
         self.lanes: dict[str, Lane] = {}
         """Of sessions that hold something in the engine."""
+        self.operations: dict[str, Operation] = {}
+        """Those that have not ended."""
         live = [r for r in store.all(Resource) if r.status not in ENDED_RESOURCE]
         for resource in reversed(live):
             resource.last_activity = max(resource.last_activity, settings.now())
@@ -173,6 +190,31 @@ class State:
         if found is None:
             raise not_found("training session", identity)
         return found
+
+    def check_rate(self, action: str, session_id: str | None = None) -> None:
+        """Counts a call, if it is not one too many.
+
+        Args:
+            action: a key of `tunebook.serve.rates.HOSTED`.
+            session_id: of the session it belongs to.
+
+        Raises:
+            ApiError: it is; the answer says how long to wait.
+        """
+        with self.lock:
+            wait_s = self._rates.wait_s(
+                action, project=CREATED_BY, session=session_id, now=time.monotonic()
+            )
+        if wait_s is not None:
+            raise ApiError(
+                429,
+                f"too many calls of {action}; wait {wait_s:.2f} s",
+                code="rate_limited",
+                headers={
+                    "retry-after": str(math.ceil(wait_s)),
+                    "retry-after-ms": str(math.ceil(1000 * wait_s)),
+                },
+            )
 
     def save(self, record: Resource | Session) -> None:
         """Writes a changed record and says so."""

@@ -42,10 +42,13 @@ CREATE INDEX IF NOT EXISTS checkpoints_of_session ON checkpoints (session_id, nu
 CREATE TABLE IF NOT EXISTS operations (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, session_id TEXT NOT NULL,
     kind TEXT NOT NULL, key TEXT NOT NULL, digest BLOB NOT NULL, status TEXT NOT NULL,
-    body BLOB, payload BLOB, output BLOB, error TEXT, UNIQUE (session_id, key));
+    body BLOB, payload BLOB, output BLOB, error TEXT, ended_at REAL, UNIQUE (session_id, key));
+CREATE INDEX IF NOT EXISTS large_outputs ON operations (ended_at)
+    WHERE output IS NOT NULL AND length(output) > 4096;
 CREATE INDEX IF NOT EXISTS operations_of_session ON operations (session_id, seq);
 CREATE TABLE IF NOT EXISTS payloads (
     id TEXT PRIMARY KEY, session_id TEXT NOT NULL, created_at REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS payloads_by_age ON payloads (created_at);
 """
 TABLES = {Resource: "resources", Session: "sessions", Checkpoint: "checkpoints"}
 READERS: dict[type, Callable[[dict[str, Any]], Any]] = {
@@ -169,6 +172,16 @@ class Store:
             if not rows:
                 return
 
+    def count(self, kind: type[R]) -> int:
+        """How many records of a kind there have been."""
+        # Not the highest number: an update of a record uses one up too.
+        return self._one(f"SELECT count(*) FROM {TABLES[kind]}", ())[0]
+
+    def count_operations(self, kind: str, *, up_to: int) -> int:
+        """How many operations of a kind there have been up to a number."""
+        query = "SELECT count(*) FROM operations WHERE kind = ? AND seq <= ?"
+        return self._one(query, (kind, up_to))[0]
+
     def checkpoints_of(self, session_id: str) -> list[Checkpoint]:
         """Checkpoints of a session, oldest first."""
         with self._lock:
@@ -200,13 +213,14 @@ class Store:
             assert cursor.lastrowid is not None
             operation.seq = cursor.lastrowid
 
-    def end_operation(self, operation: Operation, *, output: bytes | None) -> None:
+    def end_operation(self, operation: Operation, *, output: bytes | None, now: float) -> None:
         """Writes how an operation ended."""
         error = None if operation.error is None else json.dumps(operation.error)
         with self._lock:
             self._connection.execute(
-                "UPDATE operations SET status = ?, error = ?, output = ? WHERE seq = ?",
-                (operation.status, error, output, operation.seq),
+                "UPDATE operations SET status = ?, error = ?, output = ?, ended_at = ? "
+                "WHERE seq = ?",
+                (operation.status, error, output, now, operation.seq),
             )
 
     def operation(
@@ -259,6 +273,15 @@ class Store:
                 (session_id, up_to, OperationStatus.COMPLETED, OperationStatus.FAILED),
             )
 
+    def forget_outputs(self, *, before: float) -> None:
+        """Drops outputs above 4 KiB of operations that ended before a time."""
+        with self._lock:
+            self._connection.execute(
+                "UPDATE operations SET output = NULL "
+                "WHERE ended_at < ? AND output IS NOT NULL AND length(output) > 4096",
+                (before,),
+            )
+
     def add_payload(self, payload_id: str, session_id: str, created_at: float) -> None:
         """Writes that a session has a payload."""
         with self._lock:
@@ -272,15 +295,13 @@ class Store:
         query = "SELECT 1 FROM payloads WHERE id = ? AND session_id = ?"
         return self._one(query, (payload_id, session_id)) is not None
 
-    def take_payloads(self, *, session_id: str | None, before: float) -> list[str]:
-        """Ids of payloads made before a time, of one session or all, which are forgotten."""
-        condition, values = "created_at < ?", [before]
-        if session_id is not None:
-            condition, values = "session_id = ?", [session_id]
+    def take_payloads(self, *, before: float) -> list[str]:
+        """Ids of payloads made before a time, which are forgotten."""
         with self.transaction():
-            rows = self._connection.execute(f"SELECT id FROM payloads WHERE {condition}", values)
-            found = [row[0] for row in rows.fetchall()]
-            self._connection.execute(f"DELETE FROM payloads WHERE {condition}", values)
+            query = "SELECT id FROM payloads WHERE created_at < ?"
+            found = [row[0] for row in self._connection.execute(query, (before,)).fetchall()]
+            if found:
+                self._connection.execute("DELETE FROM payloads WHERE created_at < ?", (before,))
         return found
 
     def _operations(self, condition: str, values: Sequence[Any]) -> list[Operation]:

@@ -70,6 +70,8 @@ class Trainee:
         self._generator: LocalGenerator | None = None
         self.last_seq = 0
         """Number of the last operation that is in the weights."""
+        self.has_new_snapshot = False
+        """Whether older snapshots are still to be discarded."""
         self._has_gradient = False
         self._work_s = 0.0
         self._snapshot_s = 0.0
@@ -192,6 +194,7 @@ class Trainee:
                 self.save_snapshot(seq)
             origin = record.saved.origin
         record.published = Published(origin, seq, version)
+        self.has_new_snapshot = True  # what was published before may have kept one
         return version
 
     def worked(self, seconds: float) -> None:
@@ -202,7 +205,7 @@ class Trainee:
         """Whether now is the time to save: enough work, and nothing that a save would lose.
 
         Args:
-            at_end: the server ends, so that any work is enough.
+            at_end: the server ends, so that any step is enough.
         """
         published = self.record.published
         if self._has_gradient:
@@ -210,8 +213,10 @@ class Trainee:
         # What is published and not in a folder is lost; full weights have no room for both.
         if published is not None and (published.origin is None or self.record.lora is None):
             return False
-        due_s = 0.0 if at_end else max(MIN_WORK_S, self._snapshot_s / SNAPSHOT_SHARE)
-        return self._work_s > due_s
+        saved = self.record.saved.progress
+        if saved.trainer_step == self.record.progress.trainer_step:
+            return False
+        return at_end or self._work_s > max(MIN_WORK_S, self._snapshot_s / SNAPSHOT_SHARE)
 
     def save_snapshot(self, seq: int) -> None:
         """Saves the session as it is after the operation `seq`; the record then names it."""
@@ -220,6 +225,7 @@ class Trainee:
         self.session.save(name).result()
         origin = Origin(str((self.directory / name).relative_to(self.home)))
         self.record.saved = Saved(origin, replace(self.record.progress, seq=seq))
+        self.has_new_snapshot = True
         self._snapshot_s = time.monotonic() - began
         self._work_s = 0.0
 
@@ -231,6 +237,7 @@ class Trainee:
         for folder in self.directory.glob(f"{SNAPSHOT}*"):
             if str(folder.relative_to(self.home)) not in named:
                 self.session.discard(CheckpointRef(folder.name, str(folder), True))
+        self.has_new_snapshot = False
 
 
 def _local(generator: Any) -> LocalGenerator:

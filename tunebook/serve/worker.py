@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tunebook.backends.local.backend import LocalBackend
 from tunebook.errors import TunebookError
-from tunebook.serve.execution import OperationError, Result, begin, failure_of, joint_kind
-from tunebook.serve.operations import Request
+from tunebook.serve.endings import settle_stopped
+from tunebook.serve.errors import ApiError, log_failure
+from tunebook.serve.execution import (
+    OperationError,
+    Result,
+    begin,
+    failure_of,
+    joint_kind,
+    num_tokens,
+)
+from tunebook.serve.operations import Request, Sample
 from tunebook.serve.payloads import Payloads
 from tunebook.serve.records import (
     ACTIVE_SESSION,
@@ -24,13 +31,17 @@ from tunebook.serve.records import (
     Session,
     SessionStatus,
 )
-from tunebook.serve.resources import settle_stopped
 from tunebook.serve.sessions import parse
 from tunebook.serve.state import Lane, Queued, State
 from tunebook.serve.trainee import REPLAYED, SNAPSHOT, Replayed, Trainee
 
 MAX_TOGETHER = 64
 """Operations of one session that run together."""
+GATHER_SHARE = 0.05
+"""Longest wait for sessions that may join, as a share of the time that the work takes."""
+MAX_GATHER_S = 0.05
+BUSY_S = 1.0
+"""How long after its last operation a session is expected to go on."""
 
 
 @dataclass(slots=True)
@@ -47,7 +58,11 @@ class Worker:
     """Runs the operations of all sessions, those of a session in the order of their submission."""
 
     def __init__(
-        self, state: State, payloads: Payloads, make_backend: Callable[[], LocalBackend]
+        self,
+        state: State,
+        payloads: Payloads,
+        make_backend: Callable[[], LocalBackend],
+        on_failure: Callable[[], None],
     ) -> None:
         """Takes the server's state and what computes.
 
@@ -55,14 +70,21 @@ class Worker:
             state: of the server; the worker is the only one that runs operations.
             payloads: takes large results.
             make_backend: a backend over the server's model, nothing loaded yet.
+            on_failure: called when the worker ends by a fault of its own.
         """
+        self.failed = False
         self._state = state
         self._payloads = payloads
         self._make_backend = make_backend
+        self._on_failure = on_failure
         self._adapters = make_backend()
         self._full: dict[str, LocalBackend] = {}
         """Backends that train full weights, by resource."""
         self._trainees: dict[str, Trainee] = {}
+        self._took_s: dict[str | None, float] = {}
+        """How long operations of a kind took, the last time."""
+        self._ended_at: dict[str, float] = {}
+        """When a session's last operation ended."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
@@ -77,6 +99,7 @@ class Worker:
                     lane.ending = SessionStatus.STOPPED
                 for operation in state.store.unended_operations(session.id):
                     lane.queue.append(Queued(operation, None))
+                    state.operations[operation.id] = operation
                 state.lanes[session.id] = lane
             for resource in list(state.resources):
                 settle_stopped(state, resource)
@@ -104,7 +127,14 @@ class Worker:
                 if self._stopping:
                     break
             assert task is not None
-            task()
+            try:
+                task()
+            except Exception as error:
+                # What is on disk is whole: a server that starts again goes on from it.
+                log_failure("the worker failed, so the server ends", error)
+                self.failed = True
+                self._on_failure()
+                return
         for session_id, trainee in self._trainees.items():
             lane = self._state.lanes[session_id]
             if trainee.wants_snapshot(at_end=True):
@@ -119,13 +149,42 @@ class Worker:
         for lane in lanes:
             if lane.ending is not None:
                 return lambda: self._end(lane)
+        now = self._state.settings.now()
         for lane in lanes:
-            if lane.session.id not in self._trainees:
+            if lane.session.id not in self._trainees and now >= lane.due_at:
                 return lambda: self._open(lane)
         waiting = [lane for lane in lanes if lane.queue]
         if not waiting:
             return None
-        return lambda: self._run_operations(waiting)
+        self._gather(waiting)
+        ready = [
+            lane
+            for lane in self._state.lanes.values()
+            if lane.queue and lane.ending is None and lane.session.id in self._trainees
+        ]
+        return (lambda: self._run_operations(ready)) if ready else self._next()
+
+    def _gather(self, waiting: list[Lane]) -> None:
+        """Gives sessions that were busy a moment ago a moment to join in.
+
+        Clients that train at once and wait for each result would otherwise take turns for good.
+        """
+        first = min(waiting, key=lambda lane: lane.queue[0].operation.seq)
+        kind = self._kind(first.queue[0])
+        now = time.monotonic()
+        deadline = now + min(MAX_GATHER_S, GATHER_SHARE * self._took_s.get(kind, 0.0))
+
+        def late() -> bool:
+            return any(
+                not lane.queue and now - self._ended_at.get(lane.session.id, 0.0) < BUSY_S
+                for lane in self._state.lanes.values()
+            )
+
+        while kind is not None and late() and not self._stopping:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._state.work.wait(left)
 
     def _open(self, lane: Lane) -> None:
         session = lane.session
@@ -160,15 +219,22 @@ class Worker:
             yield Replayed(operation.seq, self._request(Queued(operation, None)))
 
     def _request(self, queued: Queued) -> Request:
-        if queued.request is not None:
-            return queued.request
-        body, payload = self._state.store.body(queued.operation.seq)
-        return parse(self._state, queued.operation.kind, body, payload)
+        if queued.request is None:
+            body, payload = self._state.store.body(queued.operation.seq)
+            queued.request = parse(self._state, queued.operation.kind, body, payload)
+        return queued.request
+
+    def _kind(self, queued: Queued) -> str | None:
+        """What an operation can run together with; one that cannot be read fails by itself."""
+        try:
+            return None if queued.alone else joint_kind(self._request(queued))
+        except ApiError:
+            return None
 
     def _run_operations(self, waiting: list[Lane]) -> None:
         """Runs the oldest operation, and with it what other sessions have of its kind."""
         first = min(waiting, key=lambda lane: lane.queue[0].operation.seq)
-        kind = joint_kind(self._request(first.queue[0]))
+        kind = self._kind(first.queue[0])
         chosen: list[tuple[Lane, Queued]] = []
         with self._state.lock:
             for lane in waiting if kind is not None else [first]:
@@ -176,38 +242,52 @@ class Worker:
                     if not lane.queue:
                         break
                     head = lane.queue[0]
-                    if kind is not None and joint_kind(self._request(head)) != kind:
+                    if kind is not None and self._kind(head) != kind:
                         break
                     chosen.append((lane, lane.queue.popleft()))
                     lane.num_running += 1
         chosen.sort(key=lambda one: one[1].operation.seq)
         began = time.monotonic()
         started = [one for one in (self._begin(*each) for each in chosen) if one is not None]
+        if started:
+            self._state.monitor.together.observe(len(started))
+        changing = not all(isinstance(self._request(one.queued), Sample) for one in started)
         broken: set[str] = set()
         undone: list[Started] = []
         for one in started:
             if one.lane.session.id in broken:
                 # The engine has dropped it with the one before.
                 undone.append(one)
-            elif not self._finish(one) and kind != "sample":
+                continue
+            failure = self._finish(one)
+            if failure is None:
+                continue
+            if len(started) > 1:
+                # What failed may be another's; alone it fails only if it is its own.
+                one.queued.alone = True
+                undone.append(one)
+            else:
+                self._fail(one.lane, one.queued, failure)
+            if changing:
                 broken.add(one.lane.session.id)
         with self._state.lock:
             for one in reversed(undone):
                 one.lane.queue.appendleft(one.queued)
                 one.lane.num_running -= 1
-        seconds = (time.monotonic() - began) / max(1, len(started))
+        seconds = time.monotonic() - began
+        self._took_s[kind] = seconds
         for lane in {one.lane.session.id: one.lane for one in started}.values():
             if lane.session.id in broken:
-                self._trainees.pop(lane.session.id).close()
-                self._open(lane)
+                self._reopen(lane)
             else:
-                self._save_if_due(lane, seconds)
+                self._save_if_due(lane, seconds / len(started) if changing else 0.0)
 
     def _begin(self, lane: Lane, queued: Queued) -> Started | None:
         trainee = self._trainees[lane.session.id]
         operation = queued.operation
         operation.status = OperationStatus.RUNNING
         try:
+            self._meet_fault(lane, operation)
             request = self._request(queued)
             finish = begin(trainee, operation, request, self._state.settings.now())
         except Exception as error:
@@ -215,15 +295,29 @@ class Worker:
             return None
         return Started(lane, trainee, queued, finish)
 
-    def _finish(self, one: Started) -> bool:
-        """Waits for an operation and writes how it ended; whether it completed."""
+    def _meet_fault(self, lane: Lane, operation: Operation) -> None:
+        """What the server's plan has happen when this operation runs."""
+        state = self._state
+        if not state.settings.faults.rules:
+            return
+        count = state.store.count_operations(operation.kind, up_to=operation.seq)
+        fault = state.settings.faults.operation_fault(operation.kind, count)
+        if fault is None:
+            return
+        time.sleep(fault.delay_s)
+        if fault.code is not None:
+            if fault.code == "NON_FINITE_LOSS" and operation.kind == "optim-step":
+                lane.session.non_finite = True
+            raise OperationError(fault.code, fault.message)
+
+    def _finish(self, one: Started) -> Exception | None:
+        """Waits for an operation and writes what it has come to; its failure is returned."""
         try:
             result = one.finish()
         except Exception as error:
-            self._fail(one.lane, one.queued, error)
-            return False
+            return error
         self._complete(one, result)
-        return True
+        return None
 
     def _complete(self, one: Started, result: Result) -> None:
         state, session, operation = self._state, one.lane.session, one.queued.operation
@@ -234,12 +328,22 @@ class Worker:
             operation.status = OperationStatus.COMPLETED
             if result.checkpoint is not None:
                 state.store.put(result.checkpoint)
-            state.store.end_operation(operation, output=output)
+            state.store.end_operation(operation, output=output, now=state.settings.now())
             state.store.put(session)
             one.lane.num_running -= 1
             one.trainee.last_seq = operation.seq
+        state.monitor.tokens.add(num_tokens(self._request(one.queued)), kind=operation.kind)
+        self._ended(one.queued)
         state.touch(session.resources_id)
+
+    def _ended(self, queued: Queued) -> None:
+        """Says that an operation has ended, once that is written."""
+        state, operation = self._state, queued.operation
+        state.operations.pop(operation.id, None)
         state.waiters.notify(operation.id)
+        self._ended_at[operation.session_id] = time.monotonic()
+        state.monitor.operations.add(kind=operation.kind, status=str(operation.status))
+        state.monitor.operation_s.observe(time.monotonic() - queued.since, kind=operation.kind)
 
     def _moved_out(self, session_id: str, result: Result) -> bytes:
         """The output with its large member in a payload."""
@@ -255,35 +359,39 @@ class Worker:
         if failure.code == "INTERNAL_ERROR":
             log_failure(f"operation {operation.id} ({operation.kind}) failed", error)
         with state.lock, state.store.transaction():
-            self._end_failed(operation, failure)
+            self._write_failure(operation, failure)
             state.store.put(lane.session)
             lane.num_running -= 1
+        self._ended(queued)
         state.touch(lane.session.resources_id)
 
-    def _end_failed(self, operation: Operation, failure: OperationError) -> None:
+    def _write_failure(self, operation: Operation, failure: OperationError) -> None:
         operation.status = OperationStatus.FAILED
         operation.error = {
             "code": f"TRAINING_OPERATION_ERROR_CODE_{failure.code}",
             "message": failure.message,
         }
-        self._state.store.end_operation(operation, output=None)
-        self._state.waiters.notify(operation.id)
+        now = self._state.settings.now()
+        self._state.store.end_operation(operation, output=None, now=now)
 
     def _save_if_due(self, lane: Lane, seconds: float) -> None:
         trainee = self._trainees[lane.session.id]
         trainee.worked(seconds)
-        if trainee.wants_snapshot():
-            self._save(lane, trainee)
+        if trainee.wants_snapshot() and not self._save(lane, trainee):
+            self._reopen(lane)
+        elif trainee.has_new_snapshot:
+            self._written(lane, trainee)
 
-    def _save(self, lane: Lane, trainee: Trainee) -> None:
-        """Saves a session, so that what it has done is not done again after a crash."""
+    def _save(self, lane: Lane, trainee: Trainee) -> bool:
+        """Saves a session, so that what it has done is not done again; whether it worked."""
         try:
             trainee.save_snapshot(trainee.last_seq)
         except TunebookError as error:
             # Nothing is lost yet: what was saved before, and the journal since, are still there.
             log_failure(f"session {lane.session.id} could not be saved", error)
-            return
+            return False
         self._written(lane, trainee)
+        return True
 
     def _written(self, lane: Lane, trainee: Trainee) -> None:
         state, session = self._state, lane.session
@@ -292,26 +400,36 @@ class Worker:
             state.store.forget_bodies(session.id, up_to=session.saved.progress.seq)
         trainee.discard_old_snapshots()
 
+    def _reopen(self, lane: Lane) -> None:
+        """Makes a session whole after a failure in the engine."""
+        self._trainees.pop(lane.session.id).close()
+        self._open(lane)
+
     def _end(self, lane: Lane) -> None:
         """Ends a session; operations of it that wait fail."""
         state, session = self._state, lane.session
         trainee = self._trainees.pop(session.id, None)
+        self._ended_at.pop(session.id, None)
         if trainee is not None:
             trainee.close()
-        with state.lock, state.store.transaction():
-            assert lane.ending is not None
-            session.status = lane.ending
-            while lane.queue:
-                operation = lane.queue.popleft().operation
-                message = f"the session ended before this ran (status: {session.status})"
-                self._end_failed(operation, OperationError("SESSION_NOT_ACTIVE", message))
-            del state.lanes[session.id]
-            state.store.forget_bodies(session.id, up_to=2**62)
-            state.save(session)
+        # First: it is on its way to its end already, and whoever sees that can rely on it.
         for folder in (state.settings.home / "sessions" / session.id).glob(f"{SNAPSHOT}*"):
             shutil.rmtree(folder)
         if session.lora is None and session.resources_id in self._full:
             self._full.pop(session.resources_id).close()
+        with state.lock, state.store.transaction():
+            assert lane.ending is not None
+            session.status = lane.ending
+            message = f"the session ended before this ran (status: {session.status})"
+            unrun = list(lane.queue)
+            for queued in unrun:
+                self._write_failure(queued.operation, OperationError("SESSION_NOT_ACTIVE", message))
+            lane.queue.clear()
+            del state.lanes[session.id]
+            state.store.forget_bodies(session.id, up_to=2**62)
+            state.save(session)
+        for queued in unrun:
+            self._ended(queued)
         settle_stopped(state, session.resources_id)
 
     def _lose(self, lane: Lane, message: str) -> None:
@@ -320,9 +438,3 @@ class Worker:
             lane.session.error = Problem("SESSION_FAILED", message, self._state.settings.now())
             lane.ending = SessionStatus.ERROR
             self._end(lane)
-
-
-def log_failure(what: str, error: BaseException) -> None:
-    """Writes a failure that a client is not told the cause of to standard error."""
-    print(f"tunebook serve: {what}:", file=sys.stderr)
-    traceback.print_exception(error, file=sys.stderr)

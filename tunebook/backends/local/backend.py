@@ -205,10 +205,24 @@ class LocalBackend:
         restore: CheckpointRef | None = None,
         with_optimizer: bool = True,
     ) -> LocalSession:
+        # Several threads may open sessions, and what is being computed meanwhile needs the base.
+        with self._queue.paused():
+            return self._open_session(
+                name, lora, directory=directory, restore=restore, with_optimizer=with_optimizer
+            )
+
+    def _open_session(
+        self,
+        name: str,
+        lora: LoraConfig | None,
+        *,
+        directory: Path,
+        restore: CheckpointRef | None,
+        with_optimizer: bool,
+    ) -> LocalSession:
         self._check_can_open(name, lora)
         self._check_trainable(lora)
-        with self._queue.paused():
-            clean_up(Path(directory))
+        clean_up(Path(directory))
         base = self._load_base(full=lora is None)
         weights = FullWeights(base) if lora is None else AdapterWeights(base, lora)
         publisher = None if lora is None else self._publisher(name, lora)
@@ -408,11 +422,12 @@ class LocalBackend:
         return self._max_seq_len
 
     def _forget(self, name: str) -> None:
-        del self._sessions[name]
-        if self._training_base:
-            # The weights are no longer those of the base model: load them again when needed.
-            self._base = self._engine = None
-            self._training_base = False
+        with self._queue.paused():
+            del self._sessions[name]
+            if self._training_base:
+                # The weights are no longer those of the base model: load them again when needed.
+                self._base = self._engine = None
+                self._training_base = False
 
 
 def default_micro_batch_tokens(device: torch.device) -> int:

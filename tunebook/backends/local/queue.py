@@ -1,7 +1,8 @@
 """The queue of operations: queued by a call, run when somebody waits.
 
 Operations of all sessions stand in one queue in call order. Waiting for one runs everything queued
-before it, and joint operations together with those of their kind that nothing holds back.
+before it, and joint operations together with those of their kind that nothing holds back. Where
+several threads wait that drive a session each, their waits meet; see `tunebook.backends.gathering`.
 """
 
 import threading
@@ -11,7 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from tunebook.backends.gathering import current_gathering
 from tunebook.errors import BackendError, TunebookError
+
+PHASES: dict[str | None, int] = {"sample": 1, "forward": 2, "forward_backward": 3}
+"""Kind of operations that run together -> when in a step it comes; all else runs at once."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -30,15 +35,21 @@ class Lane:
 class LocalFuture(Generic[T]):
     """The result of a queued operation."""
 
-    def __init__(self, queue: "OperationQueue") -> None:
+    def __init__(self, queue: "OperationQueue", lane: Lane, kind: str | None) -> None:
         self._queue = queue
+        self._lane = lane
+        self._kind = kind
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
 
     def result(self) -> T:
         """Runs what was queued up to this operation; returns its value or raises what it raised."""
-        self._queue.run_until(self)
+        gathering = current_gathering()
+        if gathering is None:
+            self._queue.run_until(self)
+        elif not self._done:
+            gathering.wait_for(self._run_lane, phase=PHASES.get(self._kind, 0))
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
@@ -51,6 +62,10 @@ class LocalFuture(Generic[T]):
     def settle(self, value: T | None, error: BaseException | None) -> None:
         """Records the outcome."""
         self._value, self._error, self._done = value, error, True
+
+    def _run_lane(self) -> None:
+        # Whoever drives the session waits, so all that it wants before it goes on is queued.
+        self._queue.run_lane(self._lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +127,8 @@ class OperationQueue:
         """
         if lane.closed:
             raise BackendError(f"session {lane.name!r} is closed, it takes no {name}")
-        future: LocalFuture[T] = LocalFuture(self)
+        kind = run.kind if isinstance(run, Joint) else None
+        future: LocalFuture[T] = LocalFuture(self, lane, kind)
         with self._lock:
             self._operations.append(_Operation(lane, name, run, future, poisons))
         return future
@@ -127,6 +143,18 @@ class OperationQueue:
                         "or for one that is computed together with it"
                     )
                 self._run(self._operations.popleft())
+
+    def run_lane(self, lane: Lane) -> None:
+        """Runs all that a session has queued, and what of others can run together with it."""
+        with self._lock:
+            while True:
+                own = (n for n, each in enumerate(self._operations) if each.lane is lane)
+                place = next(own, None)
+                if place is None:
+                    return
+                operation = self._operations[place]
+                del self._operations[place]
+                self._run(operation)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ class TogetherService:
                 try:
                     return _live(resources.create(**arguments))
                 except RateLimitError as error:
-                    wait_s = _retry_after_s(error.response.headers.get("retry-after"))
+                    wait_s = _retry_after_s(error.response.headers)
                     if time.monotonic() + wait_s > give_up_at:
                         raise
                     time.sleep(wait_s)
@@ -248,9 +249,12 @@ def _reason(error: Exception) -> str:
     return redact(text, os.environ)
 
 
-def _retry_after_s(header: str | None) -> float:
-    """Seconds to wait after a refusal for its rate."""
-    try:
-        return max(1.0, float(header or ""))
-    except ValueError:
-        return 5.0
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Seconds to wait after a refusal for its rate; not the same for all that were refused."""
+    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        try:
+            wait_s = float(headers.get(name) or "") * unit_s
+        except ValueError:
+            continue
+        return wait_s * random.uniform(1.0, 1.1)
+    return random.uniform(1.0, 10.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tunebook.backends.local.engine.decoder import Decoder, Part, Site
-from tunebook.backends.local.engine.layout import Span
+from tunebook.backends.local.engine.layout import SIZE_STEP, Span
 from tunebook.backends.local.engine.products import linear, linear_backward
 
 
@@ -114,10 +114,19 @@ def add_updates(
             low_ranks.append(None)
             continue
         rows = slice(span.tokens.start, span.tokens.stop)
-        low_rank = linear(inputs[rows], site.a)
+        low_rank = linear(inputs[filled(span.tokens, len(inputs))], site.a)[: span.tokens.length]
         outputs[rows].addmm_(low_rank, site.b.t())
         low_ranks.append(low_rank)
     return low_ranks
+
+
+def filled(span: Span, num_tokens: int) -> slice:
+    """A span with as many of the tokens after it as make a multiple of `SIZE_STEP`, if there are.
+
+    Whatever these belong to, what is computed for them is dropped.
+    """
+    stop = span.start + -(-span.length // SIZE_STEP) * SIZE_STEP
+    return slice(span.start, stop if stop <= num_tokens else span.stop)
 
 
 def add_update_gradients(
@@ -144,7 +153,8 @@ def add_update_gradients(
         assert span.adapter is not None
         site = span.adapter.sites[key]
         rows = slice(span.tokens.start, span.tokens.stop)
-        low_rank_gradient = linear_backward(gradient[rows], site.b)
+        whole = filled(span.tokens, len(gradient))
+        low_rank_gradient = linear_backward(gradient[whole], site.b)[: span.tokens.length]
         if input_gradient is not None:
             input_gradient[rows].addmm_(low_rank_gradient, site.a)
         for group in span.groups:

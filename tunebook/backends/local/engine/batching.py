@@ -20,7 +20,7 @@ from tunebook.backends.local.engine.decode import (
     prefill,
 )
 from tunebook.backends.local.engine.engine import Engine
-from tunebook.backends.local.engine.head import CHUNK_LOGITS, MIN_ROWS
+from tunebook.backends.local.engine.head import rows_at_once
 from tunebook.backends.local.engine.layout import Span
 from tunebook.backends.local.engine.packed import MIN_TOKENS, Packed, can_pack, pack
 
@@ -199,7 +199,7 @@ class Batch:
     @property
     def _rows_of_logits(self) -> int:
         """Rows whose logits exist at once."""
-        return max(MIN_ROWS, CHUNK_LOGITS // self._engine.base.vocab_size)
+        return rows_at_once(self._engine.base.vocab_size)
 
     def _reserve(self) -> None:
         self._own.reserve(len(self._active), max(active.own for active in self._active) + 1)

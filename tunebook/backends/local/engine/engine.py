@@ -24,6 +24,7 @@ from tunebook.backends.local.engine.layers import (
     run_layers_backward,
 )
 from tunebook.backends.local.engine.layout import (
+    SIZE_STEP,
     Group,
     Segment,
     Span,
@@ -36,10 +37,6 @@ from tunebook.backends.local.engine.products import linear
 from tunebook.backends.local.logprobs import supervised, temperatures_of
 from tunebook.backends.local.tuning import should_recompute
 from tunebook.types import Datum
-
-MIN_STREAM = 32
-"""Tokens of the shortest stream; below a few, matrix products take other code and other bits."""
-
 
 MAX_GROUP = 2048
 """Tokens of a group of rows that begin alike; not more, however much memory there is, so that rows
@@ -315,21 +312,23 @@ def joined_temperatures(selections: Sequence[Selected]) -> np.ndarray | None:
 
 
 def filled_up(wanted: np.ndarray, span: Span) -> np.ndarray:
-    """At least `MIN_STREAM` ascending places of a span, if it has as many, the wanted among them.
+    """A multiple of `SIZE_STEP` ascending places of a span, if it has as many, the wanted included.
 
-    Two rows of hidden states would be multiplied by other code, with other bits, than ten.
+    Args:
+        wanted: `[M]` ascending places in the span.
+        span: of one operation.
     """
-    missing = MIN_STREAM - len(wanted)
-    if missing <= 0:
+    missing = -len(wanted) % SIZE_STEP
+    if not missing or not span.length:
         return wanted
     others = np.setdiff1d(np.arange(span.start, span.stop), wanted)[:missing]
     return np.sort(np.concatenate([wanted, others]))
 
 
 def padded(stream: Stream) -> Stream:
-    """A stream of at least `MIN_STREAM` tokens; what is added sees nothing and nobody sees it."""
-    missing = MIN_STREAM - stream.num_tokens
-    if missing <= 0:
+    """A stream of a multiple of `SIZE_STEP` tokens; what is added sees nothing and is not seen."""
+    missing = -stream.num_tokens % SIZE_STEP
+    if not missing:
         return stream
     span = Span(stream.num_tokens, stream.num_tokens + missing)
     return replace(

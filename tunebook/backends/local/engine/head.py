@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tunebook.backends.local.engine.layout import SIZE_STEP
 from tunebook.backends.local.engine.products import linear, linear_backward
 
 CHUNK_LOGITS = 4 * 2**20
-"""Logit values of a chunk: 16 MiB in float32, whatever the vocabulary."""
-MIN_ROWS = 32
-"""Rows of the smallest chunk; below a few, matrix products take other code and other bits."""
+"""Logit values of a chunk before it is filled up: 16 MiB in float32, whatever the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,12 @@ def target_logprobs(
         temperatures: `[N]` float32, above 0; None = 1.
         with_slopes: whether the gradient is wanted.
     """
-    num_rows = max(MIN_ROWS, CHUNK_LOGITS // len(weight))
+    num_rows = rows_at_once(len(weight))
     logprobs: list[Tensor] = []
     slopes: list[Tensor] = []
     for start in range(0, len(targets), num_rows):
         chunk, chunk_targets = hidden[start : start + num_rows], targets[start : start + num_rows]
-        fill = max(0, MIN_ROWS - len(chunk))
+        fill = -len(chunk) % SIZE_STEP
         raw = linear(torch.nn.functional.pad(chunk, (0, 0, 0, fill)), weight, bias).float()
         logits = raw if rule is None else rule(raw)
         divisors = None
@@ -91,6 +90,11 @@ def target_logprobs(
         empty = hidden.new_zeros(0, dtype=torch.float32)
         return HeadResult(empty, hidden.float() if with_slopes else None)
     return HeadResult(torch.cat(logprobs), torch.cat(slopes) if with_slopes else None)
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Rows of a chunk, a multiple of `SIZE_STEP`."""
+    return max(1, -(-CHUNK_LOGITS // (vocab_size * SIZE_STEP))) * SIZE_STEP
 
 
 def _through(rule: Callable[[Tensor], Tensor], raw: Tensor, gradient: Tensor) -> Tensor:

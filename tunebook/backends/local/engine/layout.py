@@ -13,6 +13,10 @@ import numpy as np
 
 from tunebook.types import IntArray
 
+SIZE_STEP = 32
+"""Rows of products that are filled up come in multiples of it. Below a few rows, products take
+other code and other bits; and every size that is new costs a compiled product and its share of the
+heap, which would grow for hundreds of steps."""
 MIN_PREFIX = 16
 """Tokens; shorter beginnings cost more to take apart than to compute twice."""
 

@@ -1,0 +1,1 @@
+"""Reports on runs and sweeps: web pages that need nothing but themselves, and pictures."""

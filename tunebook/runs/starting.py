@@ -1,0 +1,201 @@
+"""Attempts that are started from outside: in a process of their own, again, or further."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tunebook.errors import RunError
+from tunebook.runs import attempts
+from tunebook.runs.attempts import LEASE_VARIABLE
+from tunebook.runs.checkpoints import newest_checkpoint
+from tunebook.runs.directory import RunDir, only_writer
+from tunebook.runs.files import append_text, writing
+from tunebook.runs.record import Attempt, AttemptState, RunState
+from tunebook.runs.status import OUTPUT_FILE, observed
+
+
+class NoCheckpointError(RunError):
+    """A run was to go on from a checkpoint and has none."""
+
+    code = "no_checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An attempt that was asked for."""
+
+    path: Path
+    """The run directory."""
+    attempt: Attempt
+    is_new: bool
+    """False = its idempotency key was used before, and this is the attempt of that time."""
+
+
+def start(path: Path | str) -> Started:
+    """Trains a prepared or interrupted run in a background process, which outlives this one.
+
+    It goes on from the newest checkpoint, or begins where there is none.
+
+    Raises:
+        RunError: it was not prepared to the end, has succeeded, or is being trained.
+        StorageError: the folder cannot be written.
+    """
+    run = RunDir.open(path)
+    with only_writer(run):
+        run.require_prepared()
+        newest = newest_checkpoint(run.checkpoints())
+        step = newest.step if newest else 0
+        if run.record.state is RunState.SUCCEEDED and step >= run.read_plan()["planned_steps"]:
+            raise RunError(
+                f"{run.path}: has succeeded. To train it further, raise plan.epochs or "
+                "plan.max_steps with `runs resume`"
+            )
+        with _leased(run, resumed_from_step=step, idempotency_key=None):
+            _launch(run)
+    return Started(run.path, run.record.attempts[-1], is_new=True)
+
+
+def retry(path: Path | str, *, resume: bool = False, idempotency_key: str | None = None) -> Started:
+    """Trains a run that failed or was cancelled once more, in a background process.
+
+    It has the same arguments and the same frozen data, and is another attempt of the same run.
+
+    Args:
+        path: the run directory.
+        resume: go on from its newest checkpoint; else it begins at step 0, and what it had trained
+            is set aside.
+        idempotency_key: a second call with the same key returns the attempt of the first.
+
+    Raises:
+        NoCheckpointError: `resume`, and there is none.
+        RunError: the run is being trained, has not been tried, or has succeeded.
+        StorageError: the folder cannot be written.
+    """
+    run, known = _lease_retry(path, resume=resume, idempotency_key=idempotency_key, launch=True)
+    return Started(run.path, known or run.record.attempts[-1], is_new=known is None)
+
+
+def lease_retry(
+    path: Path | str, *, resume: bool = False, idempotency_key: str | None = None
+) -> Started:
+    """As `retry`, but leaves the training to this process, which holds the attempt's lease."""
+    run, known = _lease_retry(path, resume=resume, idempotency_key=idempotency_key, launch=False)
+    return Started(run.path, known or run.record.attempts[-1], is_new=known is None)
+
+
+def override_line(key: str, value: str) -> str:
+    """A Hydra override of a string, quoted where the value needs it."""
+    if re.fullmatch(r"[\w./-]+", value):
+        return f"{key}={value}"
+    # Hydra reads a backslash as one unless a quote follows.
+    escaped = re.sub(r'(\\*)("|$)', _escaped, value)
+    return f'{key}="{escaped}"'
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[1] * 2 + ('\\"' if found[2] else "")
+
+
+def _lease_retry(
+    path: Path | str, *, resume: bool, idempotency_key: str | None, launch: bool
+) -> tuple[RunDir, Attempt | None]:
+    run = RunDir.open(path)
+    known = _attempt_of(run, idempotency_key)
+    if known is not None:
+        return run, known
+    with only_writer(run):
+        known = _attempt_of(run, idempotency_key)
+        if known is not None:
+            return run, known
+        run.require_prepared()
+        if not run.record.attempts:
+            raise RunError(f"{run.path}: was never tried, so there is nothing to retry; start it")
+        if run.record.state is RunState.SUCCEEDED:
+            raise RunError(
+                f"{run.path}: has succeeded, so there is nothing to retry. To train it further, "
+                "raise plan.epochs or plan.max_steps with `runs resume`"
+            )
+        newest = newest_checkpoint(run.checkpoints())
+        if resume and newest is None:
+            raise NoCheckpointError(
+                f"{run.path}: has no checkpoint to go on from; retry it from the beginning, "
+                "without --resume"
+            )
+        step = newest.step if resume and newest else 0
+        with _leased(run, resumed_from_step=step, idempotency_key=idempotency_key):
+            if not resume:
+                _set_aside(run)
+            if launch:
+                _launch(run)
+            else:
+                run.accept(os.getpid())
+    return run, None
+
+
+@contextmanager
+def _leased(run: RunDir, *, resumed_from_step: int, idempotency_key: str | None) -> Iterator[None]:
+    """Leases an attempt for a block, which fails if the block does."""
+    run.lease(resumed_from_step=resumed_from_step, idempotency_key=idempotency_key)
+    try:
+        yield
+    except BaseException as error:
+        attempt = replace(
+            run.record.attempts[-1], state=AttemptState.FAILED, ended_at=attempts.utc_now()
+        )
+        record = run.record.with_attempt(attempt)
+        run.save(replace(record, state=RunState.FAILED, failure=attempts.failure_of(error)))
+        raise
+
+
+def _set_aside(run: RunDir) -> None:
+    """Moves everything that was trained out of the way of an attempt that begins at step 0."""
+    for checkpoint in run.rewind(0):
+        folder = checkpoint.ref.path
+        if folder.is_relative_to(run.checkpoints_dir) and folder.is_dir():
+            with writing(folder):
+                shutil.rmtree(folder)
+    run.save(replace(run.record, evaluation=None))
+    if run.record.model_available:
+        run.set_model_available(False)
+
+
+def _launch(run: RunDir) -> None:
+    """Starts the process of the leased attempt in a session of its own, without a terminal."""
+    file = run.path / OUTPUT_FILE
+    append_text(file, f"attempt {run.record.attempts[-1].number}\n")
+    command = [sys.executable, "-P", "-m", "tunebook.cli", "run", run.record.recipe]
+    imports = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+    environment = {
+        **os.environ,
+        LEASE_VARIABLE: attempts.lease_text(run.record),
+        "PYTHONPATH": imports,
+    }
+    with file.open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                [*command, override_line("resume", str(run.path))],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=environment,
+            )
+        except OSError as error:
+            raise RunError(f"{sys.executable}: no process can be started: {error}") from error
+    process.returncode = 0  # it outlives us: no warning when the object goes
+    run.accept(process.pid)
+
+
+def _attempt_of(run: RunDir, idempotency_key: str | None) -> Attempt | None:
+    if idempotency_key is None:
+        return None
+    found = [one for one in observed(run).attempts if one.idempotency_key == idempotency_key]
+    return found[-1] if found else None
