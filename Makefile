@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-test: $(STAMP) ## the whole suite, under 10 minutes on 2 cores
+test: $(STAMP) ## the whole suite, about 25 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadgroup -m 'not real'
 
 notebooks: $(STAMP) ## run the notebooks and keep what they show; NOTEBOOKS="notebooks/01_sft.ipynb" picks

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 NOTES = FOLDER / "NOTES.md"
 """What the figures mean, written by hand; the end of RESULTS.md."""
 GIB = 2**30
-ORDER = ("sft", "dpo", "grpo", "adapters", "memory", "startup", "rendering", "gemm")
+ORDER = ("sft", "dpo", "grpo", "adapters", "memory", "served", "startup", "rendering", "gemm")
 PARTS = (
     ("median_step_s", "step (s)"),
     ("median_rollout_s", "rollout (s)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -37,7 +36,6 @@ def served(options: Options) -> dict[str, Any]:
     lora = replace(LORA, target_modules="all-linear")  # the way that a service knows
     with ExitStack() as stack:
         url = stack.enter_context(server(options))
-        os.environ.setdefault("TUNEBOOK_HOME", str(options.work / "home"))
         local = stack.enter_context(
             LocalBackend(model=options.model, device=options.device, dtype=DTYPES[options.dtype])
         )

@@ -101,6 +101,7 @@ def test_a_tracker_sees_the_run(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_as_one_with_steps_that_never_go_back(tmp_path: Path) -> None:
+    """Case 120."""
     run, tracker = prepared(tmp_path), Recorder()
     with (
         pytest.raises(RuntimeError),
@@ -123,6 +124,7 @@ def test_a_resumed_run_goes_on_as_one_with_steps_that_never_go_back(tmp_path: Pa
 def test_a_tracker_that_raises_costs_one_warning(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Case 118."""
     monkeypatch.setenv("SOME_API_KEY", "sentinel-value-1")
     run, warnings = prepared(tmp_path), []
     train(run, Raising(method), warnings)
@@ -137,6 +139,7 @@ def test_a_tracker_that_raises_costs_one_warning(
 def test_a_tracker_that_hangs_costs_one_warning_and_no_time(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Case 118."""
     monkeypatch.setattr(tracking, "FINISH_WAIT_S", 0.3)
     run, warnings = prepared(tmp_path), []
     start = time.monotonic()

@@ -27,6 +27,8 @@ def own(ledger, service, monkeypatch):
 
 
 def test_it_is_stopped_once_and_nobody_watches_any_more(own, ledger, server, home):
+    """Case 111."""
+
     def intended(body):
         event = json.loads(ledger.path.read_text().splitlines()[-1])
         assert (event["type"], event["what"]) == ("intended", WHAT)

@@ -101,7 +101,7 @@ def test_a_watchdog_outlives_the_signals_that_end_others(owner, server, home, le
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_reaches_the_owner_alone_and_waits_for_its_stop(times, owner, server, home, ledger):
-    """Ctrl-C goes to the whole process group; a second one comes while the stop is under way."""
+    """Case 112. Ctrl-C goes to the whole process group; a second one comes while the stop is under way."""
     process = owner()
     resource_id = heard(process, "training")
     server.reply.clear()

@@ -29,6 +29,7 @@ def saved(run: RunDir, step: int, monitor: float | None = None) -> Checkpoint:
 
 
 def test_newest_goes_by_step_number() -> None:
+    """Case 116: times, which a service writes in several precisions, are not read."""
     assert newest_checkpoint([at(100), at(1000), at(99)]) == at(1000)
     assert newest_checkpoint([]) is None
 

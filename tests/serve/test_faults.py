@@ -273,6 +273,7 @@ def test_the_real_client_gets_through_lost_and_refused_requests(tmp_path):
 
 
 def test_the_real_client_waits_as_long_as_it_is_told(tmp_path):
+    """Case 109."""
     start = time.monotonic()
     text = "faults: [{fault: status, status: 429, retry_after_s: 0.4, times: 2}]"
     assert steps_with_the_sdk(tmp_path, text, 1)[1] == [1]

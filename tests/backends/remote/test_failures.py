@@ -97,7 +97,7 @@ def test_a_key_is_in_no_message(monkeypatch) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 120, 180, 600])
 def test_retries_last_as_long_as_they_should(budget) -> None:
-    """The SDK waits min(2^n, 10) seconds less up to a quarter before the retry n, from 0."""
+    """Case 109. The SDK waits min(2^n, 10) seconds less up to a quarter before the retry n, from 0."""
     count = retries_within(budget)
     shortest = [0.75 * min(2**number, 10) for number in range(count)]
     assert sum(shortest) >= budget > sum(shortest[:-1]) - (budget == 0)

@@ -20,6 +20,7 @@ def expected(server, tmp_path_factory):
 
 
 def test_faults(expected, tmp_path):
+    """Case 108: replies are lost after the work was done, and every step is made once."""
     assert through_faults(tmp_path, seed=2, steps=STEPS).adapter == expected
 
 
