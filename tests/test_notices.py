@@ -2,10 +2,11 @@
 
 import logging
 import threading
+from contextlib import ExitStack
 
 import pytest
 
-from tunebook.notices import LOG, Notes, notice, remembering
+from tunebook.notices import Notes, notice, remembering
 from tunebook.runs import RunDir
 
 
@@ -29,8 +30,20 @@ def test_a_notice_is_shown_and_an_event_of_the_run(run, caplog):
         ("loss_computed", "in two passes"),
     ]
     assert run.events()[-2]["seconds"] == 3
-    assert caplog.text.count("resource 7") == 1
-    assert LOG.level == logging.NOTSET
+    assert caplog.messages == ["nobody remembers this", "resource 7 is READY", "nor this"]
+
+
+def test_runs_may_end_in_any_order(run, tmp_path):
+    """As those of a sweep do: what the first of them leaves does not take the notices of the others."""
+    other = RunDir.create(tmp_path, "sft", "other")
+    with ExitStack() as first, remembering(other):
+        first.enter_context(remembering(run))
+        with remembering(RunDir.create(tmp_path, "sft", "third")):
+            first.close()
+            notice("retries", "3 requests were sent again", shown=False)
+    notice("after", "nobody remembers this")
+    assert noticed(run) == []
+    assert noticed(other) == [("retries", "3 requests were sent again")]
 
 
 def test_a_run_remembers_nothing_of_the_session_of_another(run, tmp_path):

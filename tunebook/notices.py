@@ -17,6 +17,10 @@ from tunebook.runs import RunDir
 LOG = logging.getLogger("tunebook")
 
 
+_LISTENING: list[RunDir] = []
+"""Runs that remember. Those of a sweep come and go in any order, each in a thread of its own."""
+
+
 def notice(event: str, text: str, *, shown: bool = True, **fields: Any) -> None:
     """Shows a sentence and makes it an event of the runs that remember.
 
@@ -26,8 +30,11 @@ def notice(event: str, text: str, *, shown: bool = True, **fields: Any) -> None:
         shown: False = only an event.
         fields: of the event. `session` names the session it is about, and so the run.
     """
-    level = logging.WARNING if shown else logging.INFO
-    LOG.log(level, "%s", text, extra={"notice": (event, fields)})
+    for run in tuple(_LISTENING):
+        if run.record.id in fields.get("session", run.record.id):
+            run.event(event, text=text, **fields)
+    if shown:
+        LOG.warning("%s", text)
 
 
 class Notes:
@@ -50,29 +57,8 @@ class Notes:
 @contextmanager
 def remembering(run: RunDir) -> Iterator[None]:
     """Makes what is noticed inside the block, but of other runs, events of the run."""
-    handlers: list[logging.Handler] = [_Remember(run)]
-    if logging.lastResort is not None and not LOG.hasHandlers():
-        # Python shows warnings by itself only where there is no handler at all.
-        handlers.append(logging.lastResort)
-    level = LOG.level
-    if LOG.getEffectiveLevel() > logging.INFO:
-        LOG.setLevel(logging.INFO)
-    for handler in handlers:
-        LOG.addHandler(handler)
+    _LISTENING.append(run)
     try:
         yield
     finally:
-        for handler in handlers:
-            LOG.removeHandler(handler)
-        LOG.setLevel(level)
-
-
-class _Remember(logging.Handler):
-    def __init__(self, run: RunDir) -> None:
-        super().__init__(logging.INFO)
-        self._run = run
-
-    def emit(self, record: logging.LogRecord) -> None:
-        event, fields = getattr(record, "notice", (None, {}))
-        if event is not None and self._run.record.id in fields.get("session", self._run.record.id):
-            self._run.event(event, text=record.getMessage(), **fields)
+        _LISTENING.remove(run)

@@ -51,16 +51,12 @@ class SweepDisplay:
     def shown(self) -> Iterator[None]:
         """A block in which it is on the screen, and shows what is logged."""
         logger, handler = logging.getLogger("tunebook"), _Shown(self)
-        level = logger.level
-        # Runs come and go, each with a handler of its own; what is set here outlives them all.
-        logger.setLevel(logging.INFO)
         logger.addHandler(handler)
         try:
             with self._progress, displayed(self):
                 yield
         finally:
             logger.removeHandler(handler)
-            logger.setLevel(level)
 
     def began(self, trial: Trial) -> None:
         """Gives a trial its line."""
