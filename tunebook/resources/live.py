@@ -68,15 +68,6 @@ class ResourceService(Protocol):
         """
         ...
 
-    def create(self, what: Mapping[str, Any]) -> LiveResource:
-        """Creates a resource by a request that is sent once, and does not wait until it is ready.
-
-        Raises:
-            ReplyLost: it may exist.
-            ServiceError: it does not exist.
-        """
-        ...
-
     def stop(self, resource_id: str, *, force: bool) -> None:
         """Stops a resource and waits until it no longer bills; one that is gone is no error.
 
@@ -91,12 +82,29 @@ class ResourceService(Protocol):
         ...
 
 
+class CreatingService(ResourceService, Protocol):
+    """A service whose resources one request makes."""
+
+    def create(self, what: Mapping[str, Any]) -> LiveResource:
+        """Creates a resource by a request that is sent once, and does not wait until it is ready.
+
+        Raises:
+            ReplyLost: it may exist.
+            ServiceError: it does not exist.
+        """
+        ...
+
+
 def service_of(name: str, base_url: str | None) -> ResourceService:
     """The service of that name at an address; None = where it is unless the environment differs.
 
     Raises:
         ConfigError: its package or its key is missing.
     """
+    if name == "baseten":
+        from tunebook.backends.baseten.service import BasetenService
+
+        return BasetenService(base_url)
     assert name == "together", name
     from tunebook.backends.together.service import TogetherService
 
