@@ -6,14 +6,15 @@ import math
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tunebook.backends.base import Capabilities
+from tunebook.backends.remote.queue import RemoteQueue
 from tunebook.backends.together.adapters import lora_config
 from tunebook.backends.together.catalogue import Catalogue, not_on_service
 from tunebook.backends.together.connection import Connection
-from tunebook.backends.together.link import Link
-from tunebook.backends.together.queue import RemoteQueue
+from tunebook.backends.together.link import TogetherLink
+from tunebook.backends.together.losses import SAME_MEANING
 from tunebook.backends.together.resource import ResourceSettings
 from tunebook.backends.together.service import TogetherService
 from tunebook.backends.together.session import TogetherSession
@@ -289,11 +290,11 @@ class TogetherBackend:
         self._full_weights_used = lora is None
         base = (restore.location if restore else None, with_optimizer)
 
-        async def open_link(checkpoint_id: str | None, with_optimizer: bool) -> Link:
+        async def open_link(checkpoint_id: str | None, with_optimizer: bool) -> TogetherLink:
             return await connection.open_link(name, lora, checkpoint_id, with_optimizer)
 
-        async def reopen(checkpoint_id: str | None, with_optimizer: bool) -> Link:
-            lost = queue.link
+        async def reopen(checkpoint_id: str | None, with_optimizer: bool) -> TogetherLink:
+            lost: Any = queue.link
             if lora is None:
                 await resource.renew()
             else:
@@ -330,8 +331,8 @@ class TogetherBackend:
             lora,
             queue,
             at=base[0],
-            own_losses=self._own_losses,
-            has_generator=resource.has_generator,
+            losses=SAME_MEANING if self._own_losses else {},
+            stop_ids=False,
             max_seq_len=mode.max_seq_len if mode else None,
             download=self._download,
             open_at=open_at,
