@@ -80,6 +80,10 @@ class Link(Protocol):
         """Saves all that is needed to go on; gives the place of the checkpoint."""
         ...
 
+    async def save_for_download(self, name: str) -> Finish:
+        """Saves the weights as they are now for a download; gives their place."""
+        ...
+
     async def publish(self) -> Finish:
         """Makes the weights as they are now ready to sample from; gives what `sample` takes."""
         ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import numpy as np
 from tunebook.backends.base import Future, Generator, LossFn
 from tunebook.backends.remote.failures import broken_answer
 from tunebook.backends.remote.generator import RemoteGenerator
+from tunebook.backends.remote.lease import Leases
 from tunebook.backends.remote.link import Finish, Link, Pass
 from tunebook.backends.remote.losses import (
     ServiceLoss,
@@ -40,11 +40,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RemoteSession(ABC):
-    """One session on a service; see `tunebook.backends.base.Session`.
-
-    A service adds `export` and `discard`.
-    """
+class RemoteSession:
+    """One session on a service; see `tunebook.backends.base.Session`."""
 
     def __init__(
         self,
@@ -56,6 +53,10 @@ class RemoteSession(ABC):
         losses: Mapping[str, ServiceLoss],
         stop_ids: bool,
         max_seq_len: int | None,
+        download: Callable[[str, Path], Path],
+        open_at: Callable[[CheckpointRef], RemoteSession],
+        delete: Callable[[str], None],
+        leases: Leases,
         on_close: Callable[[], None],
     ) -> None:
         """
@@ -67,6 +68,10 @@ class RemoteSession(ABC):
             losses: of the service that may be used, by our names; empty = two passes for all.
             stop_ids: whether the service stops at token ids.
             max_seq_len: tokens that a row may have; None = not known.
+            download: writes weights that were saved for it into a folder; returns it.
+            open_at: opens another session at a checkpoint, to download it.
+            delete: deletes a checkpoint, by its place; one that is gone is no error.
+            leases: of its checkpoints.
             on_close: called once.
         """
         self.name = name
@@ -79,6 +84,10 @@ class RemoteSession(ABC):
         self._losses = losses
         self._stop_ids = stop_ids
         self._max_seq_len = max_seq_len
+        self._download = download
+        self._open_at = open_at
+        self._delete = delete
+        self._leases = leases
         self._on_close = on_close
         self._closed = False
         self._said: set[str] = set()
@@ -91,12 +100,6 @@ class RemoteSession(ABC):
     @property
     def trainable_parameters(self) -> int | None:
         return None
-
-    @abstractmethod
-    def export(self, ref: CheckpointRef, directory: Path) -> Path: ...
-
-    @abstractmethod
-    def discard(self, ref: CheckpointRef) -> None: ...
 
     def forward(self, data: Sequence[Datum]) -> Future[list[Tensor]]:
         rows = list(data)
@@ -187,6 +190,7 @@ class RemoteSession(ABC):
         return self._queue.call(Operation("publish_weights", start, changes=True, settled=settled))
 
     def save(self, name: str) -> Future[CheckpointRef]:
+        self._leases.renew_old()
         num_changes = self._num_changes
 
         async def start(link: Link) -> Finish:
@@ -194,10 +198,41 @@ class RemoteSession(ABC):
 
         def settled(location: str) -> CheckpointRef:
             self._at = (location, num_changes)
+            self._leases.begin(location)
             self._move_base(location)
             return CheckpointRef(name=name, location=location, has_optimizer=True)
 
         return self._queue.call(Operation("save", start, changes=False, settled=settled))
+
+    def export(self, ref: CheckpointRef, directory: Path) -> Path:
+        """Downloads the weights of a checkpoint; see `Session.export`.
+
+        Only what a session holds can be made a download, so where this one has gone on since,
+        another one is opened at the checkpoint.
+        """
+        if (ref.location, self._num_changes) != self._at:
+            if self._lora is None:
+                raise BackendError(
+                    f"{ref.name}: the weights of a full-weight checkpoint can be downloaded only "
+                    "from a session that was opened at it; open one with restore="
+                )
+            other = self._open_at(ref)
+            try:
+                return other.export(ref, directory)
+            finally:
+                other.close()
+
+        async def start(link: Link) -> Finish:
+            return await link.save_for_download(ref.name)
+
+        self._leases.renew(ref.location)
+        made: Future[str] = self._queue.call(Operation("export", start, changes=False))
+        return self._download(made.result(), directory)
+
+    def discard(self, ref: CheckpointRef) -> None:
+        """Deletes a checkpoint, as far as the service has a call that does."""
+        self._leases.end(ref.location)
+        self._delete(ref.location)
 
     def close(self) -> None:
         if self._closed:

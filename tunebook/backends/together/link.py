@@ -136,8 +136,7 @@ class TogetherLink:
         """Ids are the service's own, so the name goes nowhere."""
         return await self._checkpoint("training_checkpoint")
 
-    async def inference_checkpoint(self) -> Finish:
-        """Saves the weights as they are now for a download; gives the id."""
+    async def save_for_download(self, name: str) -> Finish:
         return await self._checkpoint("inference_checkpoint")
 
     async def publish(self) -> Finish:
