@@ -182,7 +182,7 @@ def test_a_run_that_fails_stops_its_resource(server, tmp_path, monkeypatch):
 
 def test_the_command_without_what_only_our_server_tells(server, tmp_path, monkeypatch, capsys):
     """The hosted service has no gradient norm: the metric is missing, and nothing minds."""
-    monkeypatch.setattr("tunebook.backends.together.session.metrics_of_step", lambda output: {})
+    monkeypatch.setattr("tunebook.backends.together.link.metrics_of_step", lambda output: {})
     settings = {**SETTINGS, "plan.max_steps": 2, "plan.epochs": "null", "samples.num_prompts": 0}
     code = sft.main(
         [

@@ -16,17 +16,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
-from tunebook.backends.together.failures import RemoteError, StalledError
-from tunebook.backends.together.link import Link
-from tunebook.backends.together.loop import LoopThread
+from tunebook.backends.remote.failures import RemoteError, StalledError
+from tunebook.backends.remote.link import Finish, Link
+from tunebook.backends.remote.loop import LoopThread
 from tunebook.errors import BackendError, TunebookError
 from tunebook.notices import Notes, notice
 
 T = TypeVar("T")
-Finish = Callable[[], Awaitable[Any]]
-"""Waits for an operation that was submitted and returns its value."""
-Start = Callable[[Link], Awaitable[Finish]]
-"""Submits an operation to a session."""
+Start = Callable[[Any], Awaitable[Finish]]
+"""Submits an operation to a session, given its link."""
 
 STATUS_EVERY_S = 60.0
 LOOK_EVERY_S = 1.0
