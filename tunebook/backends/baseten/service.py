@@ -14,9 +14,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
-from tunebook.errors import ConfigError
+from tunebook.backends.remote.address import checked_address, key_for
 from tunebook.resources.live import LiveResource, ServiceError
 from tunebook.runs.redaction import redact
 
@@ -24,9 +24,6 @@ KEY_VARIABLE = "BASETEN_API_KEY"
 URL_VARIABLE = "LOOPS_BASE_URL"
 HOSTED_URL = "https://api.baseten.co"
 ACTIVE = "ACTIVE"
-NO_KEY = "none"
-"""What a server on this machine is sent where there is no key; it takes any."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 TIMEOUT_S = 60.0
 ATTEMPTS = 5
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
@@ -148,33 +145,13 @@ class BasetenService:
 
 
 def service_url(base_url: str | None) -> str:
-    """The address of the service, without a `/` at its end.
-
-    Raises:
-        ConfigError: it is no http address, or holds a password.
-    """
-    url = (base_url or os.environ.get(URL_VARIABLE) or HOSTED_URL).rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.password:
-        raise ConfigError(
-            f"backend.base_url={redact(url, os.environ)}: has to be http(s)://HOST[:PORT], without "
-            "a password"
-        )
-    return url
+    """The address of the service; see `tunebook.backends.remote.address.checked_address`."""
+    return checked_address(base_url, variable=URL_VARIABLE, hosted=HOSTED_URL)
 
 
 def api_key_for(base_url: str) -> str:
-    """The API key of the environment; a server on this machine needs none.
-
-    Raises:
-        ConfigError: there is no key.
-    """
-    key = os.environ.get(KEY_VARIABLE)
-    if key:
-        return key
-    if urlsplit(base_url).hostname in LOOPBACK:
-        return NO_KEY
-    raise ConfigError(f"{KEY_VARIABLE} is not set, which holds the key for {base_url}")
+    """The API key; see `tunebook.backends.remote.address.key_for`."""
+    return key_for(base_url, variable=KEY_VARIABLE)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
