@@ -55,6 +55,10 @@ class Dialect(Protocol):
         """Makes the weights of a training client ready to sample; gives a sampler of them."""
         ...
 
+    async def save_for_download(self, client: Any, name: str) -> Any:
+        """Saves the weights of a training client; gives a future of what has their `path`."""
+        ...
+
     def translated(self, what: str) -> AbstractContextManager[None]:
         """Turns errors of the SDK into ours.
 
@@ -159,10 +163,22 @@ class ClientLink:
         return finish
 
     async def save(self, name: str) -> Finish:
-        return await self._saved("save_state", name)
+        finish_save = await self._submit("save_state", name, **self._dialect.save_settings())
+
+        async def finish() -> str:
+            return (await finish_save()).path
+
+        return finish
 
     async def save_for_download(self, name: str) -> Finish:
-        return await self._saved("save_weights_for_sampler", name)
+        what = f"export of session {self.session_id}"
+        with self._dialect.translated(what):
+            future = await self._dialect.save_for_download(self.client, name)
+
+        async def wait() -> str:
+            return (await future).path
+
+        return self._waiting("export", wait)
 
     async def publish(self) -> Finish:
         with self._dialect.translated(f"publish of session {self.session_id}"):
@@ -215,14 +231,6 @@ class ClientLink:
                 sampler, types.ModelInput.from_ints(list(prompt)), num_samples, given
             )
         return [_sampled(sequence) for sequence in found.sequences]
-
-    async def _saved(self, call: str, name: str) -> Finish:
-        finish_save = await self._submit(call, name, **self._dialect.save_settings())
-
-        async def finish() -> str:
-            return (await finish_save()).path
-
-        return finish
 
     async def _submit(self, call: str, *arguments: Any, **settings: Any) -> Finish:
         with self._dialect.translated(f"{call} of session {self.session_id}"):

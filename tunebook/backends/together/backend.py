@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tunebook.backends.base import Capabilities
+from tunebook.backends.remote.export import TokenizerSource
 from tunebook.backends.remote.lease import Leases
 from tunebook.backends.remote.queue import RemoteQueue
 from tunebook.backends.remote.session import RemoteSession
@@ -133,7 +134,9 @@ class TogetherBackend:
         self._recover = recover
         self._max_cost = max_cost
         self._tokens_per_second = tokens_per_second
-        self._tokenizer = (tokenizer or model, revision, chat_template, trust_remote_code)
+        self._tokenizer = TokenizerSource(
+            tokenizer or model, revision, chat_template, trust_remote_code
+        )
         self._connection: Connection | None = None
         self._sessions: dict[str, RemoteSession] = {}
         self._opening = threading.RLock()
@@ -381,21 +384,11 @@ class TogetherBackend:
         """The folder, with what an inference checkpoint is made of and the tokenizer."""
         from together.post_training import download_checkpoint
 
-        from tunebook.backends.local.checkpoint import replaced_folder
-        from tunebook.models import load_tokenizer
-
-        name, revision, chat_template, trust_remote_code = self._tokenizer
-        tokenizer = load_tokenizer(
-            name,
-            revision=revision,
-            chat_template=chat_template,
-            trust_remote_code=trust_remote_code,
-        )
         assert self._connection is not None
         lora = self._connection.resource.lora
         with (
             self._catalogue.asking() as client,
-            replaced_folder(directory, num_bytes=0) as temporary,
+            self._tokenizer.completing(directory) as temporary,
         ):
             download_checkpoint(
                 client,
@@ -403,7 +396,6 @@ class TogetherBackend:
                 variant="CHECKPOINT_VARIANT_ADAPTER" if lora else "CHECKPOINT_VARIANT_MERGED",
                 output_dir=temporary,
             )
-            tokenizer.save_pretrained(temporary)
         return directory
 
 
