@@ -23,10 +23,11 @@ LOCAL = "tunebook.backends.local.LocalBackend"
 SHARDED = "tunebook.backends.local.distributed.ShardedBackend"
 TOGETHER = "tunebook.backends.together.TogetherBackend"
 TINKER = "tunebook.backends.tinker.TinkerBackend"
-SERVICES = frozenset({TOGETHER, TINKER})
+BASETEN = "tunebook.backends.baseten.BasetenBackend"
+SERVICES = frozenset({TOGETHER, TINKER, BASETEN})
 ON_TOGETHER = "together://"
 """What the id of a checkpoint on that service is written behind, in `start_from`."""
-ON_SERVICE = ("tinker://",)
+ON_SERVICE = ("tinker://", "bt://")
 """What paths of checkpoints on other services begin with."""
 
 
@@ -64,6 +65,8 @@ def build_backend(config: RecipeConfig) -> Backend:
         backend["service_model"] = backend.pop("model", None) or config.model.name
     if backend.get("_target_") == TOGETHER:
         backend = _for_together(backend, config)
+    if backend.get("_target_") == BASETEN:
+        backend = _for_baseten(backend, config)
     return build(
         backend,
         key="backend",
@@ -81,6 +84,14 @@ def _for_together(backend: dict[str, Any], config: RecipeConfig) -> dict[str, An
     filled = {**backend, "optimizer": config.optimizer.kind.value}
     if filled.get("generator_replicas") is None:
         filled["generator_replicas"] = 1 if isinstance(config, GRPOConfig) else 0
+    return filled
+
+
+def _for_baseten(backend: dict[str, Any], config: RecipeConfig) -> dict[str, Any]:
+    """The same of that backend, whose trainers are chosen by how long rows are."""
+    filled = {**backend, "max_seq_len": config.max_seq_len}
+    if filled.get("sampler") is None:
+        filled["sampler"] = "pinned" if isinstance(config, GRPOConfig) else "none"
     return filled
 
 
@@ -252,8 +263,8 @@ def starting_point(start_from: str | None, *, files: bool) -> CheckpointRef | No
     """The weights that `start_from` names: the model of a run, a checkpoint, or an adapter.
 
     Args:
-        start_from: a folder, `together://<id of a training checkpoint>`, or
-            `tinker://<run>/weights/<name>`.
+        start_from: a folder, `together://<id of a training checkpoint>`,
+            `tinker://<run>/weights/<name>`, or `bt://loops:<run>/weights/<name>`.
         files: whether the backend begins from folders; else a run stands for the checkpoint on the
             service that its model came from.
 

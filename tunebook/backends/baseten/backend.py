@@ -170,6 +170,8 @@ class BasetenBackend:
             temperature=False,
             bills=True,
             files=False,
+            lora_alpha=self._lora_alpha,
+            lora_dropout=False,
         )
 
     def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
