@@ -26,9 +26,7 @@ class Sampler:
         self.live: dict[str, tuple[int, str]] = {}
         """Run -> version and path of what it published last."""
 
-    def sample(
-        self, trainer: Trainer, path: str | None, body: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def sample(self, trainer: Trainer, path: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
         """Completions of one prompt, as the sampler answers.
 
         Args:

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from tests.backends.loops.faults import Fault, Faults
 from tests.backends.loops.sampler import Sampler
-from tests.backends.loops.trainer import Refused, Trainer
+from tests.backends.loops.trainer import Refused, Trainer, read_rows
 from tests.serve.server import TINY
 from tunebook.backends.local import LocalBackend
 
@@ -270,6 +270,11 @@ class Service:
         key = request.headers["idempotency-key"]
         if key not in self.operations:
             body = await request.json()
+            try:
+                if "loss_fn" in body:
+                    read_rows(body)
+            except Refused as error:
+                return _error(400, str(error))
             fault = self.faults.take("POST", request.url.path, of_operation=True)
             told = {each: body.get(each) for each in ("seq_id", "loss_fn", "adam_params")}
             self.done.append({"run": run_id, "operation": operation, "key": key, **told})
@@ -308,9 +313,7 @@ class Service:
         found = await self._in_worker(lambda: self._sample(path, run_id, body))
         if found["status"] == "error":
             return _error(400, found["error"], kind="BadRequestError")
-        return JSONResponse(
-            found["result"], headers={"x-trainers-policy-version": str(version)}
-        )
+        return JSONResponse(found["result"], headers={"x-trainers-policy-version": str(version)})
 
     async def sample_queued(self, request: Request) -> Response:
         run_id = request.headers.get("x-run-id")
@@ -330,7 +333,10 @@ class Service:
 
     def _sample(self, path: str | None, run_id: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"status": "done", "result": self.sampler.sample(self.trainers[run_id], path, body)}
+            return {
+                "status": "done",
+                "result": self.sampler.sample(self.trainers[run_id], path, body),
+            }
         except Exception as error:
             return _failed(type(error).__name__, str(error))
 
@@ -369,7 +375,11 @@ class Service:
     def _files_of(self, checkpoint_id: str) -> Path:
         checkpoint = self.checkpoints[checkpoint_id]
         folder = self.trainers[checkpoint["run_id"]].folder(checkpoint["path"])
-        return folder if checkpoint["target"] == "trainer" else folder.with_name(f"{folder.name}.files")
+        return (
+            folder
+            if checkpoint["target"] == "trainer"
+            else folder.with_name(f"{folder.name}.files")
+        )
 
     _secret = secrets.token_hex(8)
 

@@ -37,7 +37,7 @@ class Published:
 class LoopsDialect:
     """Of one run; see `tunebook.backends.remote.client.Dialect`."""
 
-    sum_config: Mapping[str, Any] = {SKIP: True}
+    sum_config: Mapping[str, Any] | None = {SKIP: True}
     """Otherwise the service divides by the tokens of the step, and our weights hold the divisor."""
 
     def __init__(
@@ -135,8 +135,8 @@ class LoopsDialect:
         metrics = {name: float(value) for name, value in (output.metrics or {}).items()}
         if not math.isfinite(metrics.get("grad_norm", 0.0)):
             raise NonFiniteError(
-                f"optim_step: the gradient norm is {metrics['grad_norm']}. Look at the rows of this "
-                "step, lower optimizer.learning_rate, and go on from the last checkpoint"
+                f"optim_step: the gradient norm is {metrics['grad_norm']}. Look at the rows of "
+                "this step, lower optimizer.learning_rate, and go on from the last checkpoint"
             )
         return metrics
 

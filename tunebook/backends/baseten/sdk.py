@@ -27,9 +27,7 @@ def loops_sdk() -> Any:
     try:
         from baseten import loops
     except ImportError as error:
-        raise ConfigError(
-            f"backend=baseten needs the package baseten-loops: {INSTALL}"
-        ) from error
+        raise ConfigError(f"backend=baseten needs the package baseten-loops: {INSTALL}") from error
     return loops
 
 
@@ -68,6 +66,6 @@ def leave_own_loop(client: Any) -> None:
 def _look_inside(client: Any, name: str) -> None:
     if not hasattr(client, name):
         raise ConfigError(
-            f"backend=baseten: this release of baseten-loops has no {type(client).__name__}.{name}; "
-            "install baseten-loops==0.32.0"
+            f"backend=baseten: this release of baseten-loops has no {type(client).__name__}."
+            f"{name}; install baseten-loops==0.32.0"
         )

@@ -126,7 +126,7 @@ class BasetenService:
                 with error:
                     if error.code not in AGAIN or attempt == ATTEMPTS:
                         raise self._refused(path, error) from error
-                    wait_s = max(wait_s, retry_after_s(error.headers) or 0.0)
+                    wait_s = max(wait_s, retry_after_s(dict(error.headers)) or 0.0)
             except (OSError, ValueError) as error:
                 if attempt == ATTEMPTS:
                     reason = redact(str(error), os.environ)
@@ -156,8 +156,9 @@ def api_key_for(base_url: str) -> str:
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Seconds that an answer asks to wait, at most `LONGEST_WAIT_S`; None = it does not."""
+    found = {name.lower(): value for name, value in headers.items()}
     try:
-        seconds = float(headers.get("Retry-After") or "")
+        seconds = float(found.get("retry-after") or "")
     except ValueError:
         return None
     return min(max(seconds, 0.0), LONGEST_WAIT_S) if seconds == seconds else None
