@@ -5,57 +5,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from loss_fns import policy
 from loss_fns.cross_entropy import cross_entropy
-from tests.backends.tiny import make_adam, make_lora
+from tests.backends.services import ROWS_PER_UNIT, gradient_of, make_rows
 from tests.loss_fns.batches import EVERY, POLICY, PREFERENCE, WITH_KL
 from tunebook.backends.remote.losses import built_in, differentiated
 from tunebook.backends.together.losses import SAME_MEANING
 from tunebook.columns import required_columns
 from tunebook.types import Datum
-
-LENGTHS = (3, 5, 2, 4)
-ROWS_PER_UNIT = 2
-
-
-def make_rows(*, same_weights: bool, seed: int = 0) -> list[Datum]:
-    """Pairs of rows with every column that any loss reads, some weights 0 and NaN beneath them."""
-    random = np.random.default_rng(seed)
-    rows = []
-    for number, length in enumerate(LENGTHS):
-        weights = np.zeros(length + 3, np.float32)
-        weights[3:] = 0.1 if same_weights else 0.25 / length
-        marked = weights != 0
-        columns = {
-            "token_weights": weights,
-            "sampling_logprobs": random.uniform(-5, -4, length + 3),
-            "reference_logprobs": random.uniform(-5, -4, length + 3),
-            "advantages": np.full(length + 3, (-1.0) ** number * 0.7),
-        }
-        columns = {
-            name: np.where(marked, column, np.nan if "logprobs" in name else 0).astype(np.float32)
-            for name, column in columns.items()
-        }
-        columns["token_weights"] = weights
-        columns["pair_weights"] = 0.5
-        rows.append(Datum(random.integers(3, 120, length + 4).astype(np.int32), columns))
-    return rows
-
-
-def gradient_of(backend, loss_fn, rows, folder):
-    """Metrics of one step and what it did to B, which is minus the gradient by this eps."""
-    session = backend.open_session("gradient", make_lora(), directory=folder / "checkpoints")
-    metrics = session.forward_backward(rows, loss_fn, rows_per_unit=ROWS_PER_UNIT)
-    norm = session.optim_step(make_adam(learning_rate=1e6, eps=1e6, beta1=0.0))
-    ref = session.save("one").result()
-    session.export(ref, folder / "model")
-    session.close()
-    weights = load_file(folder / "model" / "adapter_model.safetensors")
-    found = torch.cat([weights[name].flatten() for name in sorted(weights) if "lora_B" in name])
-    return {**metrics.result(), **norm.result()}, found
-
 
 CASES = {
     "cross_entropy": (cross_entropy, True, "LOSS_TYPE_CROSS_ENTROPY"),

@@ -1,7 +1,8 @@
 """Trials of a sweep on a service: one resource for all, a session each, the numbers of local runs."""
 
 from recipes import sft
-from tests.backends.remote.test_recipes import check_same, configured, remote
+from tests.backends.remote.test_recipes import remote
+from tests.backends.services import check_same, configured
 from tests.running import train_all
 from tests.sweeps.running import reopened, train_together
 from tunebook.config import SweepConfig
