@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,6 +110,18 @@ def service_of(name: str, base_url: str | None) -> ResourceService:
     from tunebook.backends.together.service import TogetherService
 
     return TogetherService(base_url)
+
+
+def services_of_environment() -> list[tuple[str, str]]:
+    """Names and addresses of the services that the environment has a key or an address of."""
+    from tunebook.backends.baseten import service as baseten
+    from tunebook.backends.together import service as together
+
+    return [
+        (name, module.service_url(None))
+        for name, module in (("together", together), ("baseten", baseten))
+        if os.environ.get(module.KEY_VARIABLE) or os.environ.get(module.URL_VARIABLE)
+    ]
 
 
 def _agrees(asked: Any, found: Any) -> bool:

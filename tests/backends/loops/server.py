@@ -16,9 +16,11 @@ class LoopsServer(ServerProcess):
 
     def fault(self, path: str, **settings: Any) -> None:
         """Asks for a fault; see `tests.backends.loops.faults.Fault`."""
-        body = json.dumps({"path": path, **settings}).encode()
-        request = urllib.request.Request(f"{self.url}/test/faults", body)
-        urllib.request.urlopen(request).close()
+        self._post("faults", {"path": path, **settings})
+
+    def clear_faults(self) -> None:
+        """Forgets those that have not come yet."""
+        self._post("faults/clear", {})
 
     def state(self) -> dict[str, Any]:
         """Sessions, runs, operations, requests and checkpoints."""
@@ -38,3 +40,7 @@ class LoopsServer(ServerProcess):
         """Ids of the runs that are not deactivated."""
         runs = self.state()["runs"]
         return [each["id"] for each in runs if each["status"]["name"] == "ACTIVE"]
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        request = urllib.request.Request(f"{self.url}/test/{path}", json.dumps(body).encode())
+        urllib.request.urlopen(request).close()

@@ -74,6 +74,7 @@ class Service:
         ]
         return [
             post("/test/faults", self.add_fault),
+            post("/test/faults/clear", self.clear_faults),
             Route("/test/state", self.state),
             post("/v1/loops/sessions", self.create_session),
             post("/v1/loops/trainers", self.create_trainer),
@@ -105,6 +106,10 @@ class Service:
 
     async def add_fault(self, request: Request) -> Response:
         self.faults.waiting.append(Fault(**await request.json()))
+        return JSONResponse({})
+
+    async def clear_faults(self, request: Request) -> Response:
+        self.faults.waiting.clear()
         return JSONResponse({})
 
     async def state(self, request: Request) -> Response:

@@ -68,8 +68,9 @@ def test_grpo_samples_live(dedicated, tmp_path, monkeypatch):
 def test_every_adam_value_is_sent(serverless, tmp_path):
     """Case 108: and every operation took effect once, in the order of its number."""
     changes = {"optimizer__weight_decay": 0.01, "optimizer__max_grad_norm": 0.0}
+    earlier = len(serverless.state()["runs"])
     train_all(remote("sft", tmp_path, serverless, plan__max_steps=1, **changes))
-    run = serverless.state()["runs"][-1]["id"]
+    run = serverless.state()["runs"][earlier]["id"]
     steps = [one for one in serverless.operations(run) if one["operation"] == "optim_step"]
     assert [step["adam_params"] for step in steps] == [
         {
