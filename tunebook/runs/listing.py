@@ -15,6 +15,8 @@ from tunebook.runs.numbering import RECORD_FILE, run_folders
 from tunebook.runs.status import shown_state
 
 DEFAULT_PAGE, MAX_PAGE = 25, 100
+COST = "cost (US$)"
+"""Result: the price of an hour times the time that was trained, so without waits and samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,20 @@ def run_results(run: RunDir) -> dict[str, Any]:
     results["last train/loss"] = losses[-1] if losses else None
     results["training seconds"] = record.timing.training_s
     results["tokens"] = round(sum(tokens)) if tokens else None
+    hourly, seconds = price_per_hour(run), record.timing.training_s
+    if hourly is not None and seconds is not None:
+        results[COST] = hourly * seconds / 3600
     return results
+
+
+def price_per_hour(run: RunDir) -> float | None:
+    """US dollars an hour of what the run trained on, as its plan was told; None = unknown."""
+    if not (run.path / "plan.json").is_file():
+        return None
+    estimate = run.read_plan().get("estimate") or {}
+    if not estimate.get("price") or not estimate.get("seconds"):
+        return None
+    return estimate["price"] / estimate["seconds"] * 3600
 
 
 def _number(run: RunDir) -> int:
