@@ -16,7 +16,7 @@ from tunebook.runs.status import shown_state
 
 DEFAULT_PAGE, MAX_PAGE = 25, 100
 COST = "cost (US$)"
-"""Result: the price of an hour times the time that was trained, so without waits and samples."""
+"""Result; see `cost_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,20 +153,40 @@ def run_results(run: RunDir) -> dict[str, Any]:
     results["last train/loss"] = losses[-1] if losses else None
     results["training seconds"] = record.timing.training_s
     results["tokens"] = round(sum(tokens)) if tokens else None
-    hourly, seconds = price_per_hour(run), record.timing.training_s
-    if hourly is not None and seconds is not None:
-        results[COST] = hourly * seconds / 3600
+    cost = cost_of(run)
+    if cost is not None:
+        results[COST] = cost
     return results
 
 
-def price_per_hour(run: RunDir) -> float | None:
-    """US dollars an hour of what the run trained on, as its plan was told; None = unknown."""
-    if not (run.path / "plan.json").is_file():
+def cost_of(run: RunDir) -> float | None:
+    """US dollars that a run has cost alone, by the prices that its plan was told; None = unknown.
+
+    Where hours are billed it is the time that was trained, so without waits; where tokens are, it
+    is the part of the plan that was done.
+    """
+    hourly, seconds, outcome = price_per_hour(run), run.record.timing.training_s, run.record.outcome
+    if hourly is not None:
+        return None if seconds is None else hourly * seconds / 3600
+    price = _estimate(run).get("price")
+    if price is None or outcome is None or not outcome.planned_steps:
         return None
-    estimate = run.read_plan().get("estimate") or {}
+    return price * outcome.steps / outcome.planned_steps
+
+
+def price_per_hour(run: RunDir) -> float | None:
+    """US dollars an hour of what a run trained on; None = unknown, or hours are not billed."""
+    estimate = _estimate(run)
     if not estimate.get("price") or not estimate.get("seconds"):
         return None
     return estimate["price"] / estimate["seconds"] * 3600
+
+
+def _estimate(run: RunDir) -> dict[str, Any]:
+    """What the plan of a run expects; empty = it does not say."""
+    if not (run.path / "plan.json").is_file():
+        return {}
+    return run.read_plan().get("estimate") or {}
 
 
 def _number(run: RunDir) -> int:

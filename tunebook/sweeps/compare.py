@@ -15,7 +15,7 @@ from tunebook.display import make_console
 from tunebook.errors import RunError
 from tunebook.runs import RunDir, compare_runs
 from tunebook.runs.files import to_json
-from tunebook.runs.listing import COST, price_per_hour, run_results
+from tunebook.runs.listing import COST, cost_of, price_per_hour, run_results
 from tunebook.sweeps.record import SWEEP_FILE, SWEEPS, SweepDir
 from tunebook.text_tables import columns_fit, print_columns
 
@@ -58,7 +58,7 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
     metrics = {each.metric for each in trials if each.metric is not None}
     metric = metrics.pop() if len(metrics) == 1 else None
     best = best_heading(metric)
-    shares = _shares(there)
+    costs = _costs(there)
     rows: list[dict[str, Any]] = []
     for trial, run in zip(trials, runs, strict=True):
         results = {} if run is None else run_results(run)
@@ -75,7 +75,7 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
                 "steps": results.get("steps"),
                 "seconds": None if seconds is None else round(seconds, 1),
                 "tokens": results.get("tokens"),
-                **({} if not shares else {COST: None if run is None else shares.get(run.path)}),
+                **({} if not costs else {COST: None if run is None else costs.get(run.path)}),
                 "path": trial.run,
                 "why": trial.why,
             }
@@ -87,24 +87,26 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
     return SweepTable(metric, list(differences), rows)
 
 
-def _shares(runs: Sequence[RunDir]) -> dict[Path, float]:
+def _costs(runs: Sequence[RunDir]) -> dict[Path, float]:
     """The part of each run in what its sweep cost, US dollars; empty = nothing is known to bill.
 
-    Runs that train at the same time share one resource: its hours are counted once, and divided
-    by the time that each run has trained.
+    Runs that train at the same time share one resource: where hours are billed, they are counted
+    once, and divided by the time that each run has trained.
     """
-    shares: dict[Path, float] = {}
+    costs: dict[Path, float] = {}
     by_price: dict[float, list[tuple[RunDir, float]]] = {}
     for run in runs:
-        hourly, seconds = price_per_hour(run), run.record.timing.training_s
+        hourly, seconds, alone = price_per_hour(run), run.record.timing.training_s, cost_of(run)
         if hourly is not None and seconds:
             by_price.setdefault(hourly, []).append((run, seconds))
+        elif alone is not None:
+            costs[run.path] = alone
     for hourly, trained in by_price.items():
         whole = sum(seconds for _, seconds in trained)
         billed = min(whole, _seconds_of_any([run for run, _ in trained]))
         for run, seconds in trained:
-            shares[run.path] = hourly * billed / 3600 * seconds / whole
-    return shares
+            costs[run.path] = hourly * billed / 3600 * seconds / whole
+    return costs
 
 
 def _seconds_of_any(runs: Sequence[RunDir]) -> float:
