@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,31 @@ def check_limits(config: RecipeConfig, summary: Mapping[str, Any]) -> None:
     if config.limits.max_seconds is not None or config.limits.max_cost is not None:
         _check_estimate(config.limits, summary["estimate"], left=left, steps=steps)
     check_disk(config, summary)
+
+
+def check_sweep_cost(max_cost: float, estimates: Sequence[Mapping[str, Any]]) -> None:
+    """Returns if the runs of a sweep may start together.
+
+    Args:
+        max_cost: US dollars, of `sweep.max_cost`.
+        estimates: of each run that is left, by the backend, for its whole plan.
+
+    Raises:
+        AdmissionError: they are expected to cost more, or the backend cannot know.
+    """
+    prices = [each["price"] for each in estimates]
+    if None in prices:
+        raise AdmissionError(
+            f"sweep.max_cost={max_cost:g}: this backend cannot say beforehand what a run will cost "
+            f"({estimates[prices.index(None)]['basis']}). Leave the limit out: sweep.max_cost=null"
+        )
+    total = sum(prices)
+    if total > max_cost:
+        raise AdmissionError(
+            f"sweep.max_cost={max_cost:g}: the {len(prices)} runs to train are expected to cost "
+            f"{total:.2f} US dollars together ({estimates[0]['basis']}). Nothing was started. Plan "
+            "fewer or shorter runs, or raise sweep.max_cost"
+        )
 
 
 def projected_bytes(trainable_parameters: int, *, keep: int) -> int:

@@ -388,6 +388,7 @@ def _check_single(config: DictConfig) -> None:
     sweep = config.sweep
     settings = {
         "max_at_once": sweep.max_at_once,
+        "max_cost": sweep.max_cost,
         "resume": sweep.resume,
         "halving.rungs": sweep.halving.rungs or None,
     }

@@ -369,6 +369,8 @@ class SweepConfig:
 
     max_at_once: int | None = None
     """Runs trained at the same time; null = as many as the backend and the memory hold."""
+    max_cost: float | None = None
+    """US dollars that the runs left to train may be expected to cost together; null = no limit."""
     resume: str | None = None
     """Folder of a sweep to go on with: only what is missing or failed is trained."""
     halving: HalvingConfig = field(default_factory=HalvingConfig)

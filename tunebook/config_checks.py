@@ -52,6 +52,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "samples.temperature": (0, math.inf, False),
     "data.limit": (1, math.inf, False),
     "sweep.max_at_once": (1, math.inf, False),
+    "sweep.max_cost": (0, math.inf, False),
 }
 
 GRPO_RANGES: dict[str, tuple[float, float, bool]] = {

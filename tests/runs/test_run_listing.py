@@ -15,6 +15,7 @@ from tunebook.runs import (
     numbering,
     page_runs,
 )
+from tunebook.runs.listing import COST
 
 
 def finished(root: Path, name: str, *, learning_rate: float, best: float) -> RunDir:
@@ -73,6 +74,29 @@ def test_a_run_without_results_compares_as_unknown(tmp_path: Path) -> None:
     assert found.differences == {"optimizer.beta1": [0.9, None]}
     assert found.results["best eval/loss"] == [0.5, None]
     assert found.results["state"] == ["succeeded", "pending"]
+
+
+def test_what_a_run_has_cost_follows_what_its_service_bills(tmp_path: Path) -> None:
+    """Hours where the plan has seconds, else the part of the planned tokens; nothing elsewhere."""
+    estimates = (
+        {"price": 6.0, "seconds": 7200.0},
+        {"price": 6.0, "seconds": None},
+        {"price": None, "seconds": 7200.0},
+        None,
+    )
+    runs = []
+    for number, estimate in enumerate(estimates):
+        run = RunDir.create(tmp_path, "sft", f"r{number}")
+        run.write_config({"seed": 0})
+        run.write_plan({"planned_steps": 8} | ({"estimate": estimate} if estimate else {}))
+        with run.attempt(planned_steps=8):
+            run.finish(StopReason.EARLY_STOPPING, steps=2)
+        runs.append(run)
+    costs = compare_runs(runs).results[COST]
+    seconds = runs[0].record.timing.training_s
+    assert seconds is not None
+    assert costs == [pytest.approx(3.0 * seconds / 3600), 1.5, None, None]
+    assert COST not in compare_runs(runs[2:]).results
 
 
 def test_pages_tile_the_runs(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_every_value_is_a_trial_and_a_run(here, capsys):
         assert trial.value == each.record.evaluation.best
         assert trial.metric == "eval/loss"
         assert each.read_config()["sweep"] == {
-            "max_at_once": None, "resume": None, "halving": {"rungs": [], "keep": 0.5},
+            "max_at_once": None, "max_cost": None, "resume": None, "halving": {"rungs": [], "keep": 0.5},
         }  # fmt: skip
     assert len({json.dumps(each.read_split()) for each in runs}) == 1
     assert sorted(path.name for path in sweep.path.iterdir()) == [

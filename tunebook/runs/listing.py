@@ -15,6 +15,8 @@ from tunebook.runs.numbering import RECORD_FILE, run_folders
 from tunebook.runs.status import shown_state
 
 DEFAULT_PAGE, MAX_PAGE = 25, 100
+COST = "cost (US$)"
+"""Result; see `cost_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,40 @@ def run_results(run: RunDir) -> dict[str, Any]:
     results["last train/loss"] = losses[-1] if losses else None
     results["training seconds"] = record.timing.training_s
     results["tokens"] = round(sum(tokens)) if tokens else None
+    cost = cost_of(run)
+    if cost is not None:
+        results[COST] = cost
     return results
+
+
+def cost_of(run: RunDir) -> float | None:
+    """US dollars that a run has cost alone, by the prices that its plan was told; None = unknown.
+
+    Where hours are billed it is the time that was trained, so without waits; where tokens are, it
+    is the part of the plan that was done.
+    """
+    hourly, seconds, outcome = price_per_hour(run), run.record.timing.training_s, run.record.outcome
+    if hourly is not None:
+        return None if seconds is None else hourly * seconds / 3600
+    price = _estimate(run).get("price")
+    if price is None or outcome is None or not outcome.planned_steps:
+        return None
+    return price * outcome.steps / outcome.planned_steps
+
+
+def price_per_hour(run: RunDir) -> float | None:
+    """US dollars an hour of what a run trained on; None = unknown, or hours are not billed."""
+    estimate = _estimate(run)
+    if not estimate.get("price") or not estimate.get("seconds"):
+        return None
+    return estimate["price"] / estimate["seconds"] * 3600
+
+
+def _estimate(run: RunDir) -> dict[str, Any]:
+    """What the plan of a run expects; empty = it does not say."""
+    if not (run.path / "plan.json").is_file():
+        return {}
+    return run.read_plan().get("estimate") or {}
 
 
 def _number(run: RunDir) -> int:

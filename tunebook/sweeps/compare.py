@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tunebook.display import make_console
 from tunebook.errors import RunError
-from tunebook.runs import compare_runs
+from tunebook.runs import RunDir, compare_runs
 from tunebook.runs.files import to_json
-from tunebook.runs.listing import run_results
+from tunebook.runs.listing import COST, cost_of, price_per_hour, run_results
 from tunebook.sweeps.record import SWEEP_FILE, SWEEPS, SweepDir
 from tunebook.text_tables import columns_fit, print_columns
 
@@ -56,6 +58,7 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
     metrics = {each.metric for each in trials if each.metric is not None}
     metric = metrics.pop() if len(metrics) == 1 else None
     best = best_heading(metric)
+    costs = _costs(there)
     rows: list[dict[str, Any]] = []
     for trial, run in zip(trials, runs, strict=True):
         results = {} if run is None else run_results(run)
@@ -72,6 +75,7 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
                 "steps": results.get("steps"),
                 "seconds": None if seconds is None else round(seconds, 1),
                 "tokens": results.get("tokens"),
+                **({} if not costs else {COST: None if run is None else costs.get(run.path)}),
                 "path": trial.run,
                 "why": trial.why,
             }
@@ -81,6 +85,43 @@ def compare_sweep(sweep: SweepDir) -> SweepTable:
     if metric is not None:
         rows.sort(key=lambda row: math.inf if row[best] is None else sign * row[best])
     return SweepTable(metric, list(differences), rows)
+
+
+def _costs(runs: Sequence[RunDir]) -> dict[Path, float]:
+    """The part of each run in what its sweep cost, US dollars; empty = nothing is known to bill.
+
+    Runs that train at the same time share one resource: where hours are billed, they are counted
+    once, and divided by the time that each run has trained.
+    """
+    costs: dict[Path, float] = {}
+    by_price: dict[float, list[tuple[RunDir, float]]] = {}
+    for run in runs:
+        hourly, seconds, alone = price_per_hour(run), run.record.timing.training_s, cost_of(run)
+        if hourly is not None and seconds:
+            by_price.setdefault(hourly, []).append((run, seconds))
+        elif alone is not None:
+            costs[run.path] = alone
+    for hourly, trained in by_price.items():
+        whole = sum(seconds for _, seconds in trained)
+        billed = min(whole, _seconds_of_any([run for run, _ in trained]))
+        for run, seconds in trained:
+            costs[run.path] = hourly * billed / 3600 * seconds / whole
+    return costs
+
+
+def _seconds_of_any(runs: Sequence[RunDir]) -> float:
+    """Seconds in which at least one of the runs was under way; endless where a run does not say."""
+    total, until = 0.0, -math.inf
+    spans: list[tuple[float, float]] = []
+    for attempt in (each for run in runs for each in run.record.attempts):
+        if attempt.ended_at is None:
+            return math.inf
+        first, last = map(datetime.fromisoformat, (attempt.started_at, attempt.ended_at))
+        spans.append((first.timestamp(), last.timestamp()))
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, until))
+        until = max(until, last)
+    return total
 
 
 def best_heading(metric: str | None) -> str:
@@ -114,7 +155,7 @@ def print_sweep(sweep: SweepDir, *, as_json: bool, as_csv: bool) -> None:
         return
     columns = {key: [cell(row[key]) for row in table.rows] for key in table.rows[0]}
     layouts = [columns]
-    for heading in ("path", "why", "tokens", "steps", "best step", "seconds", "run"):
+    for heading in ("path", "why", "tokens", "steps", "best step", "seconds", COST, "run"):
         layouts.append({key: cells for key, cells in layouts[-1].items() if key != heading})
     console = make_console()
     fitting = next((one for one in layouts if columns_fit(console, one)), layouts[-1])

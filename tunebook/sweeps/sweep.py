@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from tunebook.admission import check_limits, needs_estimate
+from tunebook.admission import check_limits, check_sweep_cost, needs_estimate
 from tunebook.backends.base import Backend
 from tunebook.compose import as_dict, compose, resumed_config
 from tunebook.config import RecipeConfig, SweepConfig
@@ -104,7 +104,7 @@ class Sweep:
         if settings.halving.rungs:
             self._prepare_halving(settings, trials, missing)
         self._show_plan(trials, missing)
-        self._admit_all(missing)
+        self._admit_all(missing, settings)
         if self._dry_run:
             return [None] * len(trials)
         self._record(trials, settings)
@@ -172,21 +172,24 @@ class Sweep:
             )
         trial.task, trial.plan_hash = task, found
 
-    def _admit_all(self, trials: Sequence[Trial]) -> None:
-        """Returns if every trial may start: what it takes alone is within its limits."""
+    def _admit_all(self, trials: Sequence[Trial], settings: SweepConfig) -> None:
+        """Returns if all may start: each alone within its limits, together within the sweep's."""
         problems: dict[str, TunebookError] = {}
         for group in groups(trials):
             with closing(build_backend(group[0].config)) as backend:
                 for trial in group:
                     assert trial.task is not None
                     config, summary = trial.task.config, trial.task.summary
-                    if needs_estimate(config):
+                    if needs_estimate(config) or settings.max_cost is not None:
                         summary["estimate"] = asdict(backend.estimate(trial.task.workload))
                     try:
                         check_limits(config, summary)
                     except TunebookError as error:
                         problems[trial.name] = error
         raise_all(problems)
+        if settings.max_cost is not None:
+            tasks = [trial.task for trial in trials if trial.task is not None]
+            check_sweep_cost(settings.max_cost, [task.summary["estimate"] for task in tasks])
 
     def _prepare_halving(
         self, settings: SweepConfig, trials: Sequence[Trial], missing: Sequence[Trial]
@@ -257,7 +260,7 @@ class Sweep:
                     "differs in": [trial.label for trial in missing],
                     "steps": [str(each["planned_steps"]) for each in summaries],
                     "rows": [str(each["train"]["rows"]) for each in summaries],
-                    "trained": [f"{each['trainable_parameters'] or 0:,}" for each in summaries],
+                    "trained": [_count(each["trainable_parameters"]) for each in summaries],
                     "plan": [each["hash"] for each in summaries],
                 },
             )
@@ -320,7 +323,12 @@ def run_sweep(
     return SweepDir.open(folder)
 
 
-UNRECORDED = ("sweep.resume=", "sweep.max_at_once=", "dry_run=")
+def _count(parameters: int | None) -> str:
+    """A number of parameters; a service does not say it before it trains."""
+    return "unknown" if parameters is None else f"{parameters:,}"
+
+
+UNRECORDED = ("sweep.resume=", "sweep.max_at_once=", "sweep.max_cost=", "dry_run=")
 """Overrides that may differ between the starts of a sweep."""
 
 
