@@ -30,6 +30,8 @@ from tunebook.backends.together.service import TogetherService
 from tunebook.compose import compose
 from tunebook.runs import RunDir
 
+pytestmark = pytest.mark.filterwarnings("ignore:not on the main thread")
+
 ALPHA = 64.0
 """Of the service's adapters where a client does not ask for one."""
 
