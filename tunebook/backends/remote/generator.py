@@ -19,7 +19,7 @@ class RemoteGenerator:
     def __init__(
         self,
         version: int,
-        queue: RemoteQueue,
+        queue: RemoteQueue[Any],
         *,
         published: Callable[[], Any],
         newest: Callable[[], int],

@@ -23,6 +23,7 @@ from tunebook.errors import BackendError, TunebookError
 from tunebook.notices import Notes, notice
 
 T = TypeVar("T")
+LinkT = TypeVar("LinkT", bound=Link)
 Start = Callable[[Any], Awaitable[Finish]]
 """Submits an operation to a session, given its link."""
 
@@ -51,7 +52,7 @@ class Operation:
 class RemoteFuture(Generic[T]):
     """The result of an operation that was submitted, or is going to be."""
 
-    def __init__(self, queue: RemoteQueue, operation: Operation) -> None:
+    def __init__(self, queue: RemoteQueue[Any], operation: Operation) -> None:
         self._queue = queue
         self._operation = operation
 
@@ -61,17 +62,17 @@ class RemoteFuture(Generic[T]):
         return cast(T, self._operation.outcome.result())
 
 
-class RemoteQueue:
+class RemoteQueue(Generic[LinkT]):
     """Submits and settles the operations of one session, on the loop of the backend."""
 
     def __init__(
         self,
         name: str,
-        link: Link,
+        link: LinkT,
         loop: LoopThread,
         notes: Notes,
         *,
-        reopen: Callable[[str | None, bool], Awaitable[Link]],
+        reopen: Callable[[str | None, bool], Awaitable[LinkT]],
         base: tuple[str | None, bool],
         recover: int,
         stall_timeout: float | None,

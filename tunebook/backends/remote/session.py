@@ -47,7 +47,7 @@ class RemoteSession:
         self,
         name: str,
         lora: LoraConfig | None,
-        queue: RemoteQueue,
+        queue: RemoteQueue[Any],
         *,
         at: str | None,
         losses: Mapping[str, ServiceLoss],

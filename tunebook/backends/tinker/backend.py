@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,18 +14,16 @@ from typing import Any, Self
 from tunebook.backends.base import Capabilities
 from tunebook.backends.remote.client import ClientLink
 from tunebook.backends.remote.export import TokenizerSource
-from tunebook.backends.remote.failures import RemoteError
 from tunebook.backends.remote.lease import Leases
 from tunebook.backends.remote.loop import LoopThread
 from tunebook.backends.remote.queue import RemoteQueue
 from tunebook.backends.remote.session import RemoteSession
 from tunebook.backends.tinker.adapters import lora_options
-from tunebook.backends.tinker.dialect import KINDS, SAME_MEANING, SNAPSHOT, TinkerDialect
-from tunebook.backends.tinker.downloads import download_adapter
-from tunebook.backends.tinker.failures import translated
+from tunebook.backends.tinker.dialect import KINDS, SAME_MEANING, SNAPSHOT
 from tunebook.backends.tinker.service import TinkerService, not_on_service
 from tunebook.errors import BackendError, ConfigError
 from tunebook.notices import Notes
+from tunebook.resources import ServiceError
 from tunebook.runs.attempts import shielded
 from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
 
@@ -33,7 +32,6 @@ MAX_SESSIONS = 16
 AUTO, TWO_PASSES = "auto", "two_passes"
 SHORTEST_TTL_S = 3600
 """Of a checkpoint, by the service."""
-CLOSE_S = 60.0
 
 
 class TinkerBackend:
@@ -114,7 +112,7 @@ class TinkerBackend:
                 "backend.max_cost needs backend.price_per_million_tokens, which the service does "
                 "not tell; take it from its price list"
             )
-        self._service = self._make_service(base_url, service_model)
+        self._service = TinkerService(base_url, service_model)
         self._service_model = service_model
         self._losses = SAME_MEANING if losses == AUTO else {}
         self._sampler = sampler
@@ -242,9 +240,6 @@ class TinkerBackend:
                 self._stack.close()
                 self._notes.say()
 
-    def _make_service(self, base_url: str | None, model: str) -> TinkerService:
-        return TinkerService(base_url, model)
-
     def _open(
         self,
         name: str,
@@ -254,13 +249,18 @@ class TinkerBackend:
         with_optimizer: bool,
     ) -> RemoteSession:
         loop = self._connect(name)
-        dialect = TinkerDialect(sampler=self._sampler, checkpoint_ttl=self._checkpoint_ttl)
+        service = self._service
+        dialect = service.dialect(sampler=self._sampler, checkpoint_ttl=self._checkpoint_ttl)
         base = (restore.location if restore else None, with_optimizer)
 
         async def open_link(place: str | None, with_optimizer: bool) -> ClientLink:
-            with translated(f"training client for session {name!r}"):
-                client = await self._training_client(lora, place, with_optimizer)
-            return ClientLink(client, dialect, session_id=client.model_id)
+            with dialect.translated(f"training client for session {name!r}"):
+                client = await service.training_client(self._client, lora, place, with_optimizer)
+            return ClientLink(client, dialect, session_id=service.id_of(client))
+
+        async def leave() -> None:
+            with dialect.translated(f"end of session {name!r}"):
+                await service.leave(queue.link.client)
 
         def open_at(ref: CheckpointRef) -> RemoteSession:
             return self.open_session(
@@ -274,7 +274,7 @@ class TinkerBackend:
         leases = Leases(self._checkpoint_ttl, self._renew)
         if restore is not None:
             leases.renew(restore.location)
-        queue = RemoteQueue(
+        queue: RemoteQueue[ClientLink] = RemoteQueue(
             name,
             loop.run(open_link(*base)),
             loop,
@@ -291,24 +291,13 @@ class TinkerBackend:
             at=base[0],
             losses=self._losses,
             stop_ids=True,
-            max_seq_len=self._service.offer().max_seq_len,
+            max_seq_len=service.offer().max_seq_len,
             download=self._download,
             open_at=open_at,
-            delete=self._service.delete,
+            delete=self._delete,
             leases=leases,
-            on_close=lambda: self._end(name),
+            on_close=lambda: self._end(name, leave()),
         )
-
-    async def _training_client(
-        self, lora: LoraConfig, place: str | None, with_optimizer: bool
-    ) -> Any:
-        if place is None:
-            return await self._client.create_lora_training_client(
-                self._service_model, **lora_options(lora)
-            )
-        if with_optimizer:
-            return await self._client.create_training_client_from_state_with_optimizer(place)
-        return await self._client.create_training_client_from_state(place)
 
     def _connect(self, name: str) -> LoopThread:
         if self._loop is None:
@@ -323,13 +312,15 @@ class TinkerBackend:
     def _finish(self, client: Any) -> None:
         """Tells the service that the session is over; it finds out by itself where that fails."""
         try:
-            with translated("end of the session"):
-                client.close(self._ending).result(CLOSE_S)
-        except (RemoteError, TimeoutError) as error:
+            self._service.finish(client, self._ending)
+        except (ServiceError, TimeoutError) as error:
             self._notes.add("session_not_finished", f"the session is left to expire: {error}")
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str, leaving: Coroutine[Any, Any, None]) -> None:
         self._sessions.pop(name, None)
+        assert self._loop is not None
+        with shielded():
+            self._loop.run(leaving)
         self._notes.say()
 
     def _renew(self, place: str) -> None:
@@ -337,14 +328,20 @@ class TinkerBackend:
         assert self._checkpoint_ttl is not None
         try:
             self._service.renew(place, self._checkpoint_ttl)
-        except RemoteError as error:
+        except ServiceError as error:
             self._notes.add("not_renewed", f"checkpoint {place} may expire: {error}")
+
+    def _delete(self, place: str) -> None:
+        """Deletes a checkpoint; that it fails is no reason to end a run."""
+        try:
+            self._service.delete(place)
+        except ServiceError as error:
+            self._notes.add("not_deleted", f"checkpoint {place} is left: {error}")
 
     def _download(self, place: str, directory: Path) -> Path:
         """The folder, with the adapter that was saved for it and the tokenizer."""
-        urls = self._service.external_urls(place)
         with self._tokenizer.completing(directory) as temporary:
-            alpha = download_adapter(urls, temporary)
+            alpha = self._service.download(place, temporary)
         if alpha is not None and not math.isclose(alpha, self._lora_alpha):
             self._notes.add(
                 "lora_alpha_differs",

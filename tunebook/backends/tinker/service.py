@@ -6,9 +6,14 @@ import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tunebook.backends.remote.client import Dialect
+from tunebook.backends.tinker.adapters import lora_options
+from tunebook.backends.tinker.dialect import TinkerDialect
+from tunebook.backends.tinker.downloads import download_adapter
 from tunebook.backends.tinker.failures import translated
 from tunebook.backends.tinker.package import sdk
 from tunebook.errors import CheckpointError, ConfigError
@@ -20,6 +25,8 @@ KEY_VARIABLE = "TINKER_API_KEY"
 URL_VARIABLE = "TINKER_BASE_URL"
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+FINISH_S = 60.0
+"""Seconds that the end of a session may take to be told."""
 NO_KEY = "tml-none"
 """What a server on this machine is sent where there is no key."""
 LOOK_S = 10.0
@@ -121,12 +128,6 @@ class TinkerService:
             lambda rest: rest.set_checkpoint_ttl_from_tinker_path(place, ttl).result(),
         )
 
-    def external_urls(self, place: str) -> dict[str, str]:
-        """Files of weights that were saved for download: relative path -> address."""
-        return self.asked(
-            f"download of {place}", lambda rest: rest.get_external_weights_urls(place).result()
-        ).urls
-
     def asked(self, what: str, question: Callable[[Any], Any]) -> Any:
         """The answer to a question that may be asked again.
 
@@ -153,6 +154,52 @@ class TinkerService:
             )
             client.holder  # noqa: B018  (opens the session, which waits)
             return client
+
+    def dialect(self, *, sampler: str, checkpoint_ttl: int | None) -> Dialect:
+        """How its clients are talked to; see `TinkerDialect`."""
+        return TinkerDialect(sampler=sampler, checkpoint_ttl=checkpoint_ttl)
+
+    async def training_client(
+        self, client: Any, lora: LoraConfig, place: str | None, with_optimizer: bool
+    ) -> Any:
+        """A training client: fresh, or from a checkpoint.
+
+        Args:
+            client: from `connect`.
+            lora: the adapter.
+            place: of the checkpoint; None = fresh.
+            with_optimizer: restore the optimizer as well.
+        """
+        if place is None:
+            return await client.create_lora_training_client(self.model, **lora_options(lora))
+        if with_optimizer:
+            return await client.create_training_client_from_state_with_optimizer(place)
+        return await client.create_training_client_from_state(place)
+
+    def id_of(self, training_client: Any) -> str:
+        """What the service calls what a training client trains."""
+        return training_client.model_id
+
+    async def leave(self, training_client: Any) -> None:
+        """Does nothing: a training client lives as long as the session that it is of."""
+        del training_client
+
+    def finish(self, client: Any, how: str) -> None:
+        """Tells the service that the session of a client is over.
+
+        Args:
+            client: from `connect`.
+            how: success, errored or interrupted.
+        """
+        with translated(f"{self.base_url}: end of the session"):
+            client.close(how).result(FINISH_S)
+
+    def download(self, place: str, directory: Path) -> float | None:
+        """The alpha of an adapter that was saved for download, once it is in the folder."""
+        found = self.asked(
+            f"download of {place}", lambda rest: rest.get_external_weights_urls(place).result()
+        )
+        return download_adapter(found.urls, directory)
 
     def _look(self) -> None:
         """Returns if something answers: the SDK would try for minutes.

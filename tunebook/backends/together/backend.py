@@ -6,7 +6,7 @@ import math
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tunebook.backends.base import Capabilities
 from tunebook.backends.remote.export import TokenizerSource
@@ -298,7 +298,7 @@ class TogetherBackend:
             return await connection.open_link(name, lora, checkpoint_id, with_optimizer)
 
         async def reopen(checkpoint_id: str | None, with_optimizer: bool) -> TogetherLink:
-            lost: Any = queue.link
+            lost = queue.link
             if lora is None:
                 await resource.renew()
             else:
@@ -308,7 +308,7 @@ class TogetherBackend:
             return await open_link(checkpoint_id, with_optimizer)
 
         link = connection.loop.run(open_link(*base))
-        queue = RemoteQueue(
+        queue: RemoteQueue[TogetherLink] = RemoteQueue(
             name,
             link,
             connection.loop,
@@ -345,7 +345,7 @@ class TogetherBackend:
             on_close=lambda: self._end(name, queue),
         )
 
-    def _end(self, name: str, queue: RemoteQueue) -> None:
+    def _end(self, name: str, queue: RemoteQueue[TogetherLink]) -> None:
         """Gives the place of a session on the service to another one."""
         self._sessions.pop(name, None)
         assert self._connection is not None
