@@ -370,7 +370,8 @@ def _test_rewards(
 def _list_resources(as_json: AsJson = False) -> None:
     """List what may bill: the ledger of this machine, joined with the service's own list.
 
-    The service is the one of TOGETHER_API_KEY and TOGETHER_BASE_URL, besides those in the ledger.
+    Asked are the services of TOGETHER_API_KEY or TOGETHER_BASE_URL, and of BASETEN_API_KEY or
+    LOOPS_BASE_URL, besides those in the ledger.
     Exit code 1 = a service could not be asked, so that more may be there.
     """
     from tunebook.display import make_console

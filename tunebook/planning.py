@@ -74,19 +74,24 @@ def plan_for(config: RecipeConfig, sources: tuple[MixedRows, ...]) -> Plan:
 
 
 def downgrades_for(
-    config: RecipeConfig, *, has_eval: bool, loses_samples: bool = False
+    config: RecipeConfig,
+    *,
+    has_eval: bool,
+    of_backend: Sequence[str],
+    loses_samples: bool = False,
 ) -> tuple[str, ...]:
     """Settings that this run cannot honour, as `setting:action:cause`.
 
     Args:
         config: of the run.
         has_eval: there are rows to evaluate.
+        of_backend: those that the backend brings.
         loses_samples: answers are asked for, of a backend that cannot sample.
 
     Raises:
         ConfigError: there are some and `strict` is set.
     """
-    found: list[str] = []
+    found = list(of_backend)
     if not has_eval:
         if config.early_stopping.patience is not None:
             found.append("early_stopping:disabled:no_eval_set")
