@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tinker", minversion="0.38", reason="needs the extra tinker")
-
 from tests.backends.tinker.process import TinkerProcess
 from tests.serve.server import TINY
 from tunebook.backends.local import LocalBackend
 from tunebook.backends.tinker import TinkerBackend
+
+
+def need_sdk() -> None:
+    """Skips what is not run in an environment with the extra `tinker`."""
+    pytest.importorskip("tinker", minversion="0.38", reason="needs the extra tinker")
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +25,7 @@ def _own_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     The SDK leaves the one open that it reads its settings over. Where it is collected later, in
     the midst of something else, the warning about it is an error there.
     """
+    need_sdk()
     monkeypatch.setenv("TUNEBOOK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_CREDENTIAL_CMD"):
@@ -35,6 +39,7 @@ def _own_settings(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tinker_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerProcess]:
     """A server over the built-in model."""
+    need_sdk()
     running = TinkerProcess(tmp_path_factory.mktemp("tinker"))
     yield running
     running.stop()
