@@ -156,7 +156,9 @@ RESUMABLE = (
     "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
     "backend.generator_replicas", "backend.inactive_timeout", "backend.ready_timeout",
     "backend.keep_alive", "backend.stall_timeout", "backend.retry_budget", "backend.recover",
-    "backend.max_cost", "backend.tokens_per_second",
+    "backend.max_cost", "backend.tokens_per_second", "backend.price_per_million_tokens",
+    "backend.checkpoint_ttl", "backend.sampler", "backend.scope", "backend.max_runs",
+    "backend.submit_timeout",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 

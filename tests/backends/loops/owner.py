@@ -1,6 +1,6 @@
 """A process that has a run while it "trains", for tests that kill it.
 
-    python -m tests.backends.loops.owner <url> <folder>
+python -m tests.backends.loops.owner <url> <folder>
 """
 
 import sys

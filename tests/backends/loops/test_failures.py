@@ -42,9 +42,7 @@ def test_a_full_pool_is_waited_for(serverless, open_session, monkeypatch, caplog
     """L3, and case 109."""
     monkeypatch.setattr(capacity, "FIRST_WAIT_S", 0.01)
     before = len(made(serverless))
-    serverless.fault(
-        TRAINERS, status=429, times=2, headers={"Retry-After": "0.05"}, body=POOL_FULL
-    )
+    serverless.fault(TRAINERS, status=429, times=2, headers={"Retry-After": "0.05"}, body=POOL_FULL)
     step(open_session())
     assert made(serverless)[before:] == [429, 429, 200]
     assert "the pool is full; attempt 2" in caplog.text
@@ -100,9 +98,7 @@ def test_a_run_whose_reply_was_lost_is_found_and_deactivated(serverless, open_se
 
 def test_a_wrong_request_is_not_sent_again_for_an_hour(serverless, open_session):
     session = open_session()
-    serverless.fault(
-        "*/forward_backward", status=400, times=99, body={"error": "row 0 is no good"}
-    )
+    serverless.fault("*/forward_backward", status=400, times=99, body={"error": "row 0 is no good"})
     failed = session.forward_backward(make_data(), cross_entropy)
     with pytest.raises(BackendError, match="row 0 is no good") as caught:
         failed.result()

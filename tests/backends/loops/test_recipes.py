@@ -101,7 +101,7 @@ def test_resumed_and_begun_from(serverless, local_sft, tmp_path):
     config = remote("sft", tmp_path, serverless)
     _, run = train_all(config, stop_after=2)
     assert run.record.state is RunState.CANCELLED
-    train_all(compose("sft", {"resume": str(run.path)}))
+    train_all(compose("sft", {"resume": str(run.path), "backend.submit_timeout": 60}))
     check_same(RunDir.open(run.path), local_sft)
     changes = {"start_from": str(run.path), "plan__max_steps": 1, "samples__num_prompts": 0}
     _, begun = train_all(remote("sft", tmp_path, serverless, **changes))

@@ -23,7 +23,7 @@ from tunebook.backends.baseten.run import owned_run
 from tunebook.backends.baseten.sdk import leave_own_loop, loops_sdk
 from tunebook.backends.baseten.service import BasetenService
 from tunebook.backends.remote.client import CROSS_ENTROPY, ClientLink
-from tunebook.backends.remote.export import TokenizerSource
+from tunebook.backends.remote.export import TokenizerSource, alpha_of, note_other_alpha
 from tunebook.backends.remote.lease import Leases
 from tunebook.backends.remote.loop import LoopThread
 from tunebook.backends.remote.losses import ServiceLoss
@@ -394,6 +394,8 @@ class BasetenBackend:
                 for file in landed.iterdir():
                     file.rename(folder / file.name)
                 shutil.rmtree(folder / landed.relative_to(folder).parts[0])
+            alpha = alpha_of(folder)
+        note_other_alpha(self._notes, directory, alpha, expected=self._lora_alpha)
         return directory
 
 

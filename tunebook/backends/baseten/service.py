@@ -36,9 +36,6 @@ STOP_INTERVAL_S = 1.0
 class NotThere(ServiceError):
     """The service knows nothing of this name or id."""
 
-    code = "not_found"
-    category = "input"
-
 
 class BasetenService:
     """The Loops runs of whoever owns the API key; asks nothing until it is asked."""

@@ -9,7 +9,7 @@ from tunebook.errors import ConfigError
 from tunebook.runs.redaction import redact
 
 NO_KEY = "none"
-"""What a server on this machine is sent where there is no key; it takes any."""
+"""What most servers on this machine can be sent where there is no key."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -34,12 +34,13 @@ def checked_address(base_url: str | None, *, variable: str, hosted: str) -> str:
     return url
 
 
-def key_for(address: str, *, variable: str) -> str:
+def key_for(address: str, *, variable: str, no_key: str = NO_KEY) -> str:
     """The API key of the environment; a server on this machine needs none.
 
     Args:
         address: of the service.
         variable: of the environment.
+        no_key: what a server on this machine is sent where there is none.
 
     Raises:
         ConfigError: there is no key.
@@ -48,5 +49,5 @@ def key_for(address: str, *, variable: str) -> str:
     if key:
         return key
     if urlsplit(address).hostname in LOOPBACK:
-        return NO_KEY
+        return no_key
     raise ConfigError(f"{variable} is not set, which holds the key for {address}")

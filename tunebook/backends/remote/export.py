@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tunebook.notices import Notes
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +39,30 @@ class TokenizerSource:
         with replaced_folder(directory, num_bytes=0) as temporary:
             yield temporary
             tokenizer.save_pretrained(temporary)
+
+
+def note_other_alpha(
+    notes: Notes, directory: Path, alpha: float | None, *, expected: float
+) -> None:
+    """Notes it where a service has trained an adapter with another alpha than was assumed.
+
+    Args:
+        notes: of the backend.
+        directory: where the adapter is.
+        alpha: of the adapter; None = it names none.
+        expected: `backend.lora_alpha`.
+    """
+    if alpha is not None and not math.isclose(alpha, expected):
+        notes.add(
+            "lora_alpha_differs",
+            f"the adapter in {os.path.relpath(directory)} has alpha {alpha:g}, not "
+            f"backend.lora_alpha={expected:g}, so that is what the service trained with; correct "
+            "the setting",
+            alpha=alpha,
+        )
+
+
+def alpha_of(directory: Path) -> float | None:
+    """The alpha of a PEFT adapter; None = it names none."""
+    config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return config.get("lora_alpha")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Coroutine
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from typing import Any, Self
 
 from tunebook.backends.base import Capabilities
 from tunebook.backends.remote.client import ClientLink
-from tunebook.backends.remote.export import TokenizerSource
+from tunebook.backends.remote.export import TokenizerSource, note_other_alpha
 from tunebook.backends.remote.lease import Leases
 from tunebook.backends.remote.loop import LoopThread
 from tunebook.backends.remote.queue import RemoteQueue
@@ -342,12 +341,5 @@ class TinkerBackend:
         """The folder, with the adapter that was saved for it and the tokenizer."""
         with self._tokenizer.completing(directory) as temporary:
             alpha = self._service.download(place, temporary)
-        if alpha is not None and not math.isclose(alpha, self._lora_alpha):
-            self._notes.add(
-                "lora_alpha_differs",
-                f"the adapter in {os.path.relpath(directory)} has alpha {alpha:g}, not "
-                f"backend.lora_alpha={self._lora_alpha:g}, so that is what the service trained "
-                "with; correct the setting",
-                alpha=alpha,
-            )
+        note_other_alpha(self._notes, directory, alpha, expected=self._lora_alpha)
         return directory

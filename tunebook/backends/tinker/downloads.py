@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from tunebook.backends.remote.export import ADAPTER_CONFIG, alpha_of
 from tunebook.errors import BackendError
 from tunebook.resources import ServiceError
 from tunebook.runs.redaction import redact
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 TIMEOUT_S = 60.0
 
 
@@ -50,4 +50,4 @@ def download_adapter(urls: Mapping[str, str], directory: Path) -> float | None:
                 status = getattr(getattr(error, "response", None), "status_code", None)
                 reason = f"HTTP {status}" if status else redact(type(error).__name__, os.environ)
                 raise ServiceError(f"download of {name} failed: {reason}") from None
-    return json.loads((directory / CONFIG).read_text(encoding="utf-8")).get("lora_alpha")
+    return alpha_of(directory)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from tunebook.backends.remote.address import checked_address, key_for
 from tunebook.backends.remote.client import Dialect
 from tunebook.backends.tinker.adapters import lora_options
 from tunebook.backends.tinker.dialect import TinkerDialect
@@ -24,11 +24,10 @@ from tunebook.types import CheckpointRef, LoraConfig
 KEY_VARIABLE = "TINKER_API_KEY"
 URL_VARIABLE = "TINKER_BASE_URL"
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FINISH_S = 60.0
 """Seconds that the end of a session may take to be told."""
 NO_KEY = "tml-none"
-"""What a server on this machine is sent where there is no key."""
+"""What a server on this machine is sent where there is no key; the SDK wants this beginning."""
 LOOK_S = 10.0
 """Seconds that the service has to answer at all, before its SDK tries again for minutes."""
 
@@ -218,33 +217,13 @@ class TinkerService:
 
 
 def service_url(base_url: str | None) -> str:
-    """The address of the service, without a `/` at its end.
-
-    Raises:
-        ConfigError: it is no http address, or holds a password.
-    """
-    url = (base_url or os.environ.get(URL_VARIABLE) or HOSTED_URL).rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.password:
-        raise ConfigError(
-            f"backend.base_url={redact(url, os.environ)}: has to be http(s)://HOST[:PORT], without "
-            "a password"
-        )
-    return url
+    """The address of the service; see `tunebook.backends.remote.address.checked_address`."""
+    return checked_address(base_url, variable=URL_VARIABLE, hosted=HOSTED_URL)
 
 
 def api_key_for(base_url: str) -> str:
-    """The API key of the environment; a server on this machine needs none.
-
-    Raises:
-        ConfigError: there is no key.
-    """
-    key = os.environ.get(KEY_VARIABLE)
-    if key:
-        return key
-    if urlsplit(base_url).hostname in LOOPBACK:
-        return NO_KEY
-    raise ConfigError(f"{KEY_VARIABLE} is not set, which holds the key for {base_url}")
+    """The API key; see `tunebook.backends.remote.address.key_for`."""
+    return key_for(base_url, variable=KEY_VARIABLE, no_key=NO_KEY)
 
 
 def not_on_service(ref: CheckpointRef) -> CheckpointError:
