@@ -16,12 +16,11 @@ from tests.serve.server import TINY
 class TinkerProcess:
     """A server over the built-in model, on a free port."""
 
-    def __init__(self, home: Path, *, key: str | None = None) -> None:
-        arguments = [str(home), TINY, *([key] if key else [])]
+    def __init__(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self._log = (home / "server.log").open("w", encoding="utf-8")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.backends.tinker.server", *arguments],
+            [sys.executable, "-m", "tests.backends.tinker.server", str(home), TINY],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -35,6 +34,10 @@ class TinkerProcess:
     def fault(self, route: str, *kinds: str) -> None:
         """Makes the next requests of a route fail, one by one as said."""
         httpx.post(f"{self.url}/test/fault", json={"route": route, "kinds": kinds})
+
+    def ask_for_key(self, key: str | None) -> None:
+        """Has requests refused that do not carry a key; None = none are."""
+        httpx.post(f"{self.url}/test/key", json={"key": key})
 
     def state(self) -> dict[str, Any]:
         """Steps of models, checkpoints, what optimizers were given, and requests."""

@@ -1,9 +1,9 @@
 """A server that speaks as much of Tinker's wire as the recipes need, learnt from the SDK.
 
-    python -m tests.backends.tinker.server <home> <model> [<key>]
+    python -m tests.backends.tinker.server <home> <model>
 
-It prints its port. `POST /test/fault` makes the next requests of a route fail; `GET /test/steps`
-says how often each model has stepped.
+It prints its port. `POST /test/fault` makes the next requests of a route fail, `POST /test/key` has
+it ask for a key; `GET /test/state` says what it has done.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ DROPPED = {"content-length": "1000"}
 class Server:
     """Routes over an engine."""
 
-    def __init__(self, engine: Engine, key: str | None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.key = key
+        self.key: str | None = None
+        """That requests have to carry; None = any."""
         self.faults: dict[str, list[str]] = {}
         self.sessions = 0
         self.samplers = 0
@@ -77,6 +78,7 @@ class Server:
                 Route(f"{checkpoint}/external_weights_urls", self.urls),
                 Route("/files/{run}/{name}/{file}", self.file),
                 Route("/test/fault", self.fault, methods=["POST"]),
+                Route("/test/key", self.set_key, methods=["POST"]),
                 Route("/test/state", self.state),
             ]
         )
@@ -289,6 +291,10 @@ class Server:
         self.faults[body["route"]] = body["kinds"]
         return JSONResponse({})
 
+    async def set_key(self, request: Request) -> Response:
+        self.key = (await request.json())["key"]
+        return JSONResponse({})
+
     async def state(self, request: Request) -> Response:
         engine = self.engine
         return JSONResponse(
@@ -313,10 +319,10 @@ def _path(request: Request) -> str:
     return f"tinker://{given['run']}/{given['kind']}/{given['name']}"
 
 
-def main(home: str, model: str, key: str | None = None) -> None:
+def main(home: str, model: str) -> None:
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    server = Server(Engine(model, Path(home)), key)
+    server = Server(Engine(model, Path(home)))
     print(listening.getsockname()[1], flush=True)
     config = uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listening])

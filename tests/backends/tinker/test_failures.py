@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from loss_fns.cross_entropy import cross_entropy
-from tests.backends.tinker.process import TinkerProcess
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
-from tests.serve.server import TINY
 from tunebook.backends.remote.failures import RemoteError
-from tunebook.backends.tinker import TinkerBackend
 from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.notices import LOG
 from tunebook.resources import ServiceError
@@ -103,11 +100,11 @@ def test_a_lost_client_is_replaced_and_no_step_repeated(open_tinker, tinker_serv
     assert len(generator.sample([[5, 6]], make_sampling(), 2).result()[0]) == 2
 
 
-def test_a_wrong_key_is_named_and_kept_out_of_messages(tmp_path, monkeypatch):
-    server = TinkerProcess(tmp_path / "server", key="tml-right")
+def test_a_wrong_key_is_named_and_kept_out_of_messages(open_tinker, tinker_server, monkeypatch):
+    tinker_server.ask_for_key("tml-right")
     try:
         monkeypatch.setenv("TINKER_API_KEY", "tml-secret-and-wrong")
-        backend = TinkerBackend(model=TINY, service_model=TINY, base_url=server.url)
+        backend = open_tinker()
         with pytest.raises(ServiceError, match="Check the key in TINKER_API_KEY") as caught:
             _ = backend.capabilities
         assert "tml-secret" not in str(caught.value)
@@ -117,7 +114,7 @@ def test_a_wrong_key_is_named_and_kept_out_of_messages(tmp_path, monkeypatch):
         with pytest.raises(ServiceError, match="tml-"):
             backend.check(make_lora(), CheckpointRef("x", "tinker://a/weights/b", True))
     finally:
-        server.stop()
+        tinker_server.ask_for_key(None)
 
 
 def test_checkpoints_expire_unless_they_are_used(open_tinker, tinker_server, tmp_path, monkeypatch):
