@@ -108,11 +108,16 @@ def test_a_wrong_request_is_not_sent_again_for_an_hour(serverless, open_session)
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [{"status": 502}, {"status": 408}, {"drop": "before"}, {"drop": "after"}],
+    ("operation", "fault"),
+    [
+        ("forward_backward", {"status": 408}),
+        ("forward_backward", {"drop": "after"}),
+        ("optim_step", {"status": 502}),
+        ("optim_step", {"drop": "before"}),
+        ("optim_step", {"drop": "after"}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("operation", ["forward_backward", "optim_step"])
 def test_a_lost_request_takes_effect_once(serverless, open_session, operation, fault):
     """Case 108: it is sent again under the same key."""
     session = open_session(submit_timeout=60)
