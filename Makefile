@@ -21,6 +21,7 @@ quickstart: $(STAMP) ## train the built-in model and look at what changed
 setup: $(STAMP) ## make the environment
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): about 2 GB, a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)

@@ -206,8 +206,8 @@ def prepare(config: GRPOConfig) -> Task:
     summary["sessions"] = num_sessions
     summary["notes"] = [
         *summary["notes"],
-        "a measured estimate is of training alone, with completions as long as they may be; "
-        "sampling, rewards and evaluation come on top",
+        "a measured estimate (dry_run=true) is of training alone, with completions as long as "
+        "they may be; sampling, rewards and evaluation come on top",
     ]
     summary["warnings"] += [
         *doubts(config),

@@ -143,7 +143,8 @@ def _merge(
     print(
         f"{report.path}: {report.num_layers} layers merged in float32 and written in "
         f"{report.dtype}; logits on a probe differ by at most {report.max_logit_difference:.2g} "
-        "from base plus adapter."
+        "from base plus adapter"
+        + (". --dtype float32 keeps all of it." if report.dtype != "float32" else ".")
     )
     if report.untied_head:
         print("The output head was adapted, so it is no longer tied to the input embedding.")
@@ -151,7 +152,9 @@ def _merge(
 
 @app.command("serve")
 def _serve(
-    model: Annotated[str, typer.Option(help="Folder, Hub id, or pkg:// address.")],
+    model: Annotated[
+        str, typer.Option(help="Folder, Hub id, pkg:// address, or a choice of `model=` as tiny.")
+    ],
     name: Annotated[
         str | None, typer.Option(help="What clients call the model; else the same.")
     ] = None,

@@ -321,7 +321,9 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     samples = run.samples()
     if len(samples) > 1:
         before, after = min(samples), max(samples)
-        console.print(f"Answers before training and at step {after}:")
+        temperature = task.config.samples.temperature
+        drawn = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+        console.print(f"Answers before training and at step {after}, {drawn}:")
         console.print(samples_table(samples[before], samples[after]))
     render_summary(console, run)
     write_run_report(run)
@@ -397,6 +399,13 @@ def inspect(
     from tunebook.inspect import inspect_rendered
 
     task: RecipeTask = prepare(compose(recipe, overrides))
+    if skipped := task.summary["rows_skipped"]:
+        make_console().print(
+            f"{skipped} of {task.summary['rows_read']} rows are not here: they cannot be used, and "
+            "data.on_bad_row=skip leaves them out. Without it they are named",
+            style="yellow",
+            soft_wrap=True,
+        )
     return inspect_rendered(
         task.rows.train,
         task.train_data,
