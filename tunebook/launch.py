@@ -321,15 +321,21 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     samples = run.samples()
     if len(samples) > 1:
         before, after = min(samples), max(samples)
-        temperature = task.config.samples.temperature
-        drawn = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
-        console.print(f"Answers before training and at step {after}, {drawn}:")
+        console.print(f"Answers before training and at step {after}{_drawn(run)}:")
         console.print(samples_table(samples[before], samples[after]))
     render_summary(console, run)
     write_run_report(run)
     if run.record.state is RunState.CANCELLED:
         return 128 + (stop.signal_number or signal.SIGINT)
     return 0
+
+
+def _drawn(run: RunDir) -> str:
+    """How the answers of a run were drawn, to follow a comma; empty where its config has no say."""
+    temperature = run.read_config()["samples"].get("temperature")
+    if temperature is None:
+        return ""
+    return ", greedily" if temperature == 0 else f", drawn at temperature {temperature:g}"
 
 
 def failure_text(run: RunDir) -> str:

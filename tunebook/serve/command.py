@@ -94,7 +94,7 @@ def named_model(model: str) -> str:
         return model
     from omegaconf import OmegaConf
 
-    return OmegaConf.load(file).get("name") or model
+    return OmegaConf.select(OmegaConf.load(file), "name") or model
 
 
 def is_loopback(host: str) -> bool:
