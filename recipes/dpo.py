@@ -146,6 +146,7 @@ def prepare(config: DPOConfig) -> Task:
     downgrades = downgrades_for(
         config,
         has_eval=eval_data is not None,
+        of_backend=can.downgrades,
         loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
     )
     kept = train_data.report.kept_rows

@@ -188,7 +188,7 @@ def prepare(config: GRPOConfig) -> Task:
     assert train_data is not None, "prepare_rows leaves at least one train row"
     eval_data = render_prompt_side(rows.eval, tokenizer, config, side=Side.eval, max_tokens=room)
 
-    downgrades = downgrades_for(config, has_eval=eval_data is not None)
+    downgrades = downgrades_for(config, has_eval=eval_data is not None, of_backend=can.downgrades)
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
@@ -206,8 +206,8 @@ def prepare(config: GRPOConfig) -> Task:
     summary["sessions"] = num_sessions
     summary["notes"] = [
         *summary["notes"],
-        "a measured estimate is of training alone, with completions as long as they may be; "
-        "sampling, rewards and evaluation come on top",
+        "a measured estimate (dry_run=true) is of training alone, with completions as long as "
+        "they may be; sampling, rewards and evaluation come on top",
     ]
     summary["warnings"] += [
         *doubts(config),

@@ -371,6 +371,18 @@ def test_build_refuses_what_the_target_does_not_take():
         build_function({}, key="loss")
 
 
+def test_a_name_that_a_module_lacks_is_told_from_a_module_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_lacking.py").write_text(
+        "import math\n\n\ndef scaled(logprobs):\n    return 0\n"
+    )
+    with pytest.raises(ConfigError, match=r"my_lacking has no 'scald'; it has scaled$"):
+        build_function({"_target_": "my_lacking.scald"}, key="loss")
+    with pytest.raises(ConfigError, match=r"cannot be imported: No module named 'my_absent'"):
+        build_function({"_target_": "my_absent.scaled"}, key="loss")
+
+
 def test_build_function_binds_hyper_parameters(tmp_path, monkeypatch):
     """An own loss from the folder the user stands in."""
     (tmp_path / "my_losses.py").write_text(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tunebook import curves, report
 from tunebook.display import tunebook_command
-from tunebook.runs import Evaluation, Preparation, RunDir, StopReason
+from tunebook.runs import Evaluation, Preparation, RunDir, StopReason, files, shown_state
 
 PLAN = {
     "recipe": "sft",
@@ -406,3 +406,38 @@ def test_a_summary_says_what_else_the_best_evaluation_found(tmp_path: Path) -> N
 def test_smoothing_averages_over_the_past() -> None:
     points = [(1, 1.0), (2, 3.0), (3, 5.0)]
     assert curves.smoothed(points, 2) == [(1, 1.0), (2, 2.0), (3, 4.0)]
+
+
+def test_a_running_mean_is_called_one() -> None:
+    rows = [{"step": step, "train/loss": 3.0 - step / 50} for step in range(1, 41)]
+    assert "train, smoothed" in curves.curve_of_run(rows, unicode=False)
+    assert "smoothed" not in curves.curve_of_run(rows[:9], unicode=False)
+
+
+def test_what_was_interrupted_before_a_checkpoint_can_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise files.StorageError("killed")
+
+    run = RunDir.create(tmp_path, "sft", None)
+    run.write_config({"model": {"name": "m"}})
+    with pytest.raises(ZeroDivisionError), run.attempt(planned_steps=3):
+        monkeypatch.setattr(files, "replace_json", killed)  # so that nothing says how it ended
+        raise ZeroDivisionError
+    run = RunDir.open(run.path)
+    assert shown_state(run) == "interrupted"
+    text = report.summary_text(run, width=400)
+    assert "To begin again, as no checkpoint was saved:" in text
+    resume = shlex.quote(f'resume="{run.path}"')
+    assert any(
+        line.endswith((f" sft {resume}", f" sft resume={run.path}")) for line in text.splitlines()
+    )
+
+
+def test_a_dry_run_is_called_one(tmp_path: Path) -> None:
+    for dry_run, state in ((True, "dry run"), (False, "pending")):
+        run = RunDir.create(tmp_path, "sft", None)
+        assert shown_state(run) == "pending"
+        run.write_config({"dry_run": dry_run})
+        assert shown_state(run) == state

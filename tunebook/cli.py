@@ -143,7 +143,8 @@ def _merge(
     print(
         f"{report.path}: {report.num_layers} layers merged in float32 and written in "
         f"{report.dtype}; logits on a probe differ by at most {report.max_logit_difference:.2g} "
-        "from base plus adapter."
+        "from base plus adapter"
+        + (". --dtype float32 keeps all of it." if report.dtype != "float32" else ".")
     )
     if report.untied_head:
         print("The output head was adapted, so it is no longer tied to the input embedding.")
@@ -151,7 +152,9 @@ def _merge(
 
 @app.command("serve")
 def _serve(
-    model: Annotated[str, typer.Option(help="Folder, Hub id, or pkg:// address.")],
+    model: Annotated[
+        str, typer.Option(help="Folder, Hub id, pkg:// address, or a choice of `model=` as tiny.")
+    ],
     name: Annotated[
         str | None, typer.Option(help="What clients call the model; else the same.")
     ] = None,
@@ -370,7 +373,8 @@ def _test_rewards(
 def _list_resources(as_json: AsJson = False) -> None:
     """List what may bill: the ledger of this machine, joined with the service's own list.
 
-    The service is the one of TOGETHER_API_KEY and TOGETHER_BASE_URL, besides those in the ledger.
+    Asked are the services of TOGETHER_API_KEY or TOGETHER_BASE_URL, and of BASETEN_API_KEY or
+    LOOPS_BASE_URL, besides those in the ledger.
     Exit code 1 = a service could not be asked, so that more may be there.
     """
     from tunebook.display import make_console

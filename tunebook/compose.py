@@ -156,7 +156,9 @@ RESUMABLE = (
     "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
     "backend.generator_replicas", "backend.inactive_timeout", "backend.ready_timeout",
     "backend.keep_alive", "backend.stall_timeout", "backend.retry_budget", "backend.recover",
-    "backend.max_cost", "backend.tokens_per_second",
+    "backend.max_cost", "backend.tokens_per_second", "backend.price_per_million_tokens",
+    "backend.checkpoint_ttl", "backend.sampler", "backend.scope", "backend.max_runs",
+    "backend.submit_timeout",
 )  # fmt: skip
 """Keys that may change when a run goes on; all others decided what was already trained."""
 
@@ -489,7 +491,24 @@ def _target(node: Mapping[str, Any], key: str) -> Any:
         return hydra.utils.get_object(str(path))
     except Exception as error:
         cause = error.__cause__ or error
-        raise ConfigError(f"{key}._target_={path}: cannot be imported: {cause}") from error
+        raise ConfigError(
+            f"{key}._target_={path}: {_missing_name(str(path)) or f'cannot be imported: {cause}'}"
+        ) from error
+
+
+def _missing_name(path: str) -> str | None:
+    """What a module has instead of what a dotted path asks; None = that is not the trouble."""
+    module_name, _, name = path.rpartition(".")
+    module = sys.modules.get(module_name)  # the attempt to import the path has imported it
+    if module is None or hasattr(module, name):
+        return None
+    own = [
+        each
+        for each, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module_name
+    ]
+    has = f"it has {', '.join(own[:8])}" if own else "it defines nothing that can be called"
+    return f"{module_name} has no {name!r}; {has}"
 
 
 def _check_arguments(target: Any, arguments: Mapping[str, Any], key: str) -> None:

@@ -45,6 +45,7 @@ def loss_curve(
     height: int = 12,
     unicode: bool = True,
     name: str = "loss",
+    is_mean: bool = False,
 ) -> str:
     """A chart of loss over steps in text: train as a line, evaluations as marks.
 
@@ -55,6 +56,7 @@ def loss_curve(
         height: lines of the drawing, without axis and legend.
         unicode: braille dots and lines; else ASCII.
         name: what is drawn, if it is not the loss.
+        is_mean: the train side is a running mean, which the legend then says.
     """
     train, evals = finite(train), finite(evals)
     points = [*train, *evals]
@@ -85,7 +87,7 @@ def loss_curve(
         [
             *_with_labels(rows, labels, margin, unicode),
             *_step_axis(first, last, margin, columns, unicode),
-            _legend(name, bool(train), bool(evals), margin, unicode),
+            _legend(name, bool(train), bool(evals), margin, unicode, is_mean),
         ]
     )
 
@@ -98,9 +100,10 @@ def curve_of_run(rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
     plain = [dict(row) for row in rows]
     name = "reward" if any("train/reward" in row for row in plain) else "loss"
     train = finite(history(plain, f"train/{name}"))
-    calm = smoothed(train, max(len(train) // 10, 1))
+    window = max(len(train) // 10, 1)
     evals = [*history(plain, f"start/{name}"), *history(plain, f"eval/{name}")]
-    return loss_curve(calm, evals, name=name, **options)
+    calm = smoothed(train, window)
+    return loss_curve(calm, evals, name=name, is_mean=window > 1, **options)
 
 
 def plot_curves(
@@ -251,9 +254,11 @@ def _step_axis(first: int, last: int, margin: int, columns: int, unicode: bool) 
     return [f"{indent}{corner}{dash * columns}", f"{indent} {left}{gap}{right}"]
 
 
-def _legend(name: str, train: bool, evals: bool, margin: int, unicode: bool) -> str:
+def _legend(name: str, train: bool, evals: bool, margin: int, unicode: bool, is_mean: bool) -> str:
     parts = [
-        f"{'⠒⠒' if unicode else '**'} train {name}" if train else "",
+        f"{'⠒⠒' if unicode else '**'} train{', smoothed' if is_mean else f' {name}'}"
+        if train
+        else "",
         f"{'●' if unicode else 'o'} eval {name}" if evals else "",
     ]
     return " " * (margin + 2) + "   ".join(part for part in parts if part)

@@ -321,13 +321,21 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
     samples = run.samples()
     if len(samples) > 1:
         before, after = min(samples), max(samples)
-        console.print(f"Answers before training and at step {after}:")
+        console.print(f"Answers before training and at step {after}{_drawn(run)}:")
         console.print(samples_table(samples[before], samples[after]))
     render_summary(console, run)
     write_run_report(run)
     if run.record.state is RunState.CANCELLED:
         return 128 + (stop.signal_number or signal.SIGINT)
     return 0
+
+
+def _drawn(run: RunDir) -> str:
+    """How the answers of a run were drawn, to follow a comma; empty where its config has no say."""
+    temperature = run.read_config()["samples"].get("temperature")
+    if temperature is None:
+        return ""
+    return ", greedily" if temperature == 0 else f", drawn at temperature {temperature:g}"
 
 
 def failure_text(run: RunDir) -> str:
@@ -397,6 +405,13 @@ def inspect(
     from tunebook.inspect import inspect_rendered
 
     task: RecipeTask = prepare(compose(recipe, overrides))
+    if skipped := task.summary["rows_skipped"]:
+        make_console().print(
+            f"{skipped} of {task.summary['rows_read']} rows are not here: they cannot be used, and "
+            "data.on_bad_row=skip leaves them out. Without it they are named",
+            style="yellow",
+            soft_wrap=True,
+        )
     return inspect_rendered(
         task.rows.train,
         task.train_data,

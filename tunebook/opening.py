@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tunebook.backends.base import Backend, Session
+from tunebook.backends.base import Backend, Capabilities, Session
 from tunebook.columns import loss_name
 from tunebook.compose import build, build_function
 from tunebook.config import GRPOConfig, RecipeConfig
@@ -21,8 +22,13 @@ from tunebook.types import CheckpointRef, Workload
 LOCAL = "tunebook.backends.local.LocalBackend"
 SHARDED = "tunebook.backends.local.distributed.ShardedBackend"
 TOGETHER = "tunebook.backends.together.TogetherBackend"
+TINKER = "tunebook.backends.tinker.TinkerBackend"
+BASETEN = "tunebook.backends.baseten.BasetenBackend"
+SERVICES = frozenset({TOGETHER, TINKER, BASETEN})
 ON_TOGETHER = "together://"
 """What the id of a checkpoint on that service is written behind, in `start_from`."""
+ON_SERVICE = ("tinker://", "bt://")
+"""What paths of checkpoints on other services begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,9 @@ class CheckedBackend:
     """None = it knows only when it opens, which checking does not do."""
     has_generator: bool
     bills: bool
-    """An hour of it costs money; see `price_of`."""
+    """Using it costs money; see `price_of`."""
+    downgrades: tuple[str, ...]
+    """What of the adapter it does not do as the config says, as `setting:action:cause`."""
 
 
 def build_backend(config: RecipeConfig) -> Backend:
@@ -53,8 +61,12 @@ def build_backend(config: RecipeConfig) -> Backend:
                 "start one without torchrun"
             )
         backend["_target_"] = SHARDED
+    if backend.get("_target_") in SERVICES:
+        backend["service_model"] = backend.pop("model", None) or config.model.name
     if backend.get("_target_") == TOGETHER:
-        backend = _for_service(backend, config)
+        backend = _for_together(backend, config)
+    if backend.get("_target_") == BASETEN:
+        backend = _for_baseten(backend, config)
     return build(
         backend,
         key="backend",
@@ -67,12 +79,19 @@ def build_backend(config: RecipeConfig) -> Backend:
     )
 
 
-def _for_service(backend: dict[str, Any], config: RecipeConfig) -> dict[str, Any]:
-    """The keys of a hosted backend, what is left open filled in by what the run needs."""
+def _for_together(backend: dict[str, Any], config: RecipeConfig) -> dict[str, Any]:
+    """The keys of the backend, what is left open filled in by what the run needs."""
     filled = {**backend, "optimizer": config.optimizer.kind.value}
-    filled["service_model"] = filled.pop("model", None) or config.model.name
     if filled.get("generator_replicas") is None:
         filled["generator_replicas"] = 1 if isinstance(config, GRPOConfig) else 0
+    return filled
+
+
+def _for_baseten(backend: dict[str, Any], config: RecipeConfig) -> dict[str, Any]:
+    """The same of that backend, whose trainers are chosen by how long rows are."""
+    filled = {**backend, "max_seq_len": config.max_seq_len}
+    if filled.get("sampler") is None:
+        filled["sampler"] = "pinned" if isinstance(config, GRPOConfig) else "none"
     return filled
 
 
@@ -142,7 +161,19 @@ def check_backend(
         raise ConfigError(
             f"loss {name!r}: this backend computes {', '.join(sorted(can.losses))} only"
         )
-    return CheckedBackend(trainable, can.has_generator, can.bills)
+    return CheckedBackend(trainable, can.has_generator, can.bills, _lora_downgrades(config, can))
+
+
+def _lora_downgrades(config: RecipeConfig, can: Capabilities) -> tuple[str, ...]:
+    if config.lora is None:
+        return ()
+    lora = config.lora.to_lora()
+    found: list[str] = []
+    if can.lora_alpha is not None and not math.isclose(lora.scale * lora.rank, can.lora_alpha):
+        found.append(f"lora.alpha:ignored:the_service_has_{can.lora_alpha:g}")
+    if lora.dropout > 0 and not can.lora_dropout:
+        found.append("lora.dropout:ignored:not_on_the_service")
+    return tuple(found)
 
 
 def price_of(config: RecipeConfig, workload: Workload) -> dict[str, Any]:
@@ -232,7 +263,8 @@ def starting_point(start_from: str | None, *, files: bool) -> CheckpointRef | No
     """The weights that `start_from` names: the model of a run, a checkpoint, or an adapter.
 
     Args:
-        start_from: a folder, or `together://<id of a training checkpoint>`.
+        start_from: a folder, `together://<id of a training checkpoint>`,
+            `tinker://<run>/weights/<name>`, or `bt://loops:<run>/weights/<name>`.
         files: whether the backend begins from folders; else a run stands for the checkpoint on the
             service that its model came from.
 
@@ -244,6 +276,10 @@ def starting_point(start_from: str | None, *, files: bool) -> CheckpointRef | No
     if start_from.startswith(ON_TOGETHER):
         name = start_from.removeprefix(ON_TOGETHER)
         return CheckpointRef(name=name, location=name, has_optimizer=True)
+    if start_from.startswith(ON_SERVICE):
+        return CheckpointRef(
+            name=start_from.rpartition("/")[2], location=start_from, has_optimizer=True
+        )
     path = Path(start_from)
     if not path.is_dir():
         raise ConfigError(f"start_from={start_from}: no such folder")

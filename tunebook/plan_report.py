@@ -120,7 +120,7 @@ def _add_training(table: Table, plan: Mapping[str, Any], *, unicode: bool) -> No
     for sentence in plan.get("warnings") or []:
         add_line(table, "warning", sentence, style="yellow")
     for number, sentence in enumerate(plan.get("notes") or []):
-        add_line(table, "" if number else "rendering", sentence)
+        add_line(table, "" if number else "notes", sentence)
     add_line(table, "hash", plan.get("hash"))
 
 

@@ -44,7 +44,9 @@ NOT_PART_OF_THE_PLAN = (
     "backend.model_resources_id", "backend.base_url", "backend.gpu_type",
     "backend.generator_replicas", "backend.inactive_timeout", "backend.ready_timeout",
     "backend.keep_alive", "backend.stall_timeout", "backend.retry_budget", "backend.recover",
-    "backend.max_cost", "backend.tokens_per_second",
+    "backend.max_cost", "backend.tokens_per_second", "backend.price_per_million_tokens",
+    "backend.checkpoint_ttl", "backend.sampler", "backend.scope", "backend.max_runs",
+    "backend.submit_timeout",
 )  # fmt: skip
 """Keys that change nothing about what is trained on what."""
 MAY_CHANGE_ON_RESUME = ("plan.epochs", "plan.max_steps", "plan.checkpoint_every", "early_stopping")
@@ -74,19 +76,24 @@ def plan_for(config: RecipeConfig, sources: tuple[MixedRows, ...]) -> Plan:
 
 
 def downgrades_for(
-    config: RecipeConfig, *, has_eval: bool, loses_samples: bool = False
+    config: RecipeConfig,
+    *,
+    has_eval: bool,
+    of_backend: Sequence[str],
+    loses_samples: bool = False,
 ) -> tuple[str, ...]:
     """Settings that this run cannot honour, as `setting:action:cause`.
 
     Args:
         config: of the run.
         has_eval: there are rows to evaluate.
+        of_backend: those that the backend brings.
         loses_samples: answers are asked for, of a backend that cannot sample.
 
     Raises:
         ConfigError: there are some and `strict` is set.
     """
-    found: list[str] = []
+    found = list(of_backend)
     if not has_eval:
         if config.early_stopping.patience is not None:
             found.append("early_stopping:disabled:no_eval_set")

@@ -26,7 +26,7 @@ from tunebook.runs.directory import RunDir
 from tunebook.runs.files import without_surrogates
 from tunebook.runs.record import Evaluation, Preparation, RunRecord, RunState, StopReason
 from tunebook.runs.starting import override_line
-from tunebook.runs.status import shown_state
+from tunebook.runs.status import INTERRUPTED, shown_state
 from tunebook.text_tables import (
     LABEL_WIDTH,
     add_line,
@@ -140,6 +140,7 @@ def state_text(run: RunDir) -> str:
     if outcome is None:
         return {
             "pending": "has not started",
+            "dry run": "is a dry run: planned, and not trained",
             "running": "is running",
             "interrupted": "was interrupted: its process is gone",
         }.get(shown_state(run), shown_state(run))
@@ -211,6 +212,8 @@ def next_commands(run: RunDir) -> list[tuple[str, str]]:
             commands.append(("start it", resume))
     elif run.checkpoints():
         commands.append(("go on from the last checkpoint", resume))
+    elif shown_state(run) == INTERRUPTED:
+        commands.append(("begin again, as no checkpoint was saved", resume))
     if record.model_available:
         commands.append(("use the model in Python", _loading_code(run, config)))
     if offline := _offline_wandb(run):

@@ -347,8 +347,15 @@ def _print_json(value: Any) -> None:
 
 
 def _steps_cell(run: RunDir) -> str:
+    from tunebook.runs.status import run_status
+
     outcome = run.record.outcome
-    return "" if outcome is None else f"{outcome.steps}/{outcome.planned_steps}"
+    if outcome is not None:
+        return f"{outcome.steps}/{outcome.planned_steps}"
+    if not run.record.attempts:
+        return ""
+    status = run_status(run.path)
+    return f"{status.steps}/{status.planned_steps}"
 
 
 def _best_cell(run: RunDir) -> str:

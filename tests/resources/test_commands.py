@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tests.resources.conftest import KEY, heard, kill, watchdogs
 from tests.resources.owner import WHAT
-from tunebook.backends.together import service as together
+from tunebook.backends.remote import address
 from tunebook.cli import app
 from tunebook.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_a_service_that_cannot_be_asked_is_said(left, server, monkeypatch):
 def test_a_missing_key_is_said(left, monkeypatch):
     left()
     monkeypatch.delenv("TOGETHER_API_KEY")
-    monkeypatch.setattr(together, "LOOPBACK", ())
+    monkeypatch.setattr(address, "LOOPBACK", ())
     done = call("list")
     assert done.exit_code == 1
     assert "TOGETHER_API_KEY is not set" in done.stderr

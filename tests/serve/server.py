@@ -19,6 +19,9 @@ START_S = 120.0
 class ServerProcess:
     """`tunebook serve` over the tiny model; can be killed, and started again where it was."""
 
+    module: Sequence[str] = ("tunebook.cli", "serve")
+    """What runs, and the arguments before those of every server."""
+
     def __init__(
         self,
         home: Path,
@@ -82,7 +85,7 @@ class ServerProcess:
             arguments += ["--rates", self._rates]
         with (self.home / "server.log").open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tunebook.cli", "serve", *arguments, *self._extra],
+                [sys.executable, "-m", *self.module, *arguments, *self._extra],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

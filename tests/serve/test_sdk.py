@@ -75,6 +75,15 @@ def test_two_sessions_train_sample_and_stop(resource):
     assert first.session_id != second.session_id
 
 
+@pytest.mark.parametrize(
+    ("given", "rank", "alpha"), [({"rank": 4}, 4, 64), ({}, 32, 64), ({"alpha": 8}, 32, 8)]
+)
+def test_an_adapter_that_is_not_spelt_out_is_that_of_the_service(resource, given, rank, alpha):
+    with resource.create_session(lora_config=given) as session:
+        found = session.retrieve().lora_config
+    assert (found.rank, found.alpha) == (rank, alpha)
+
+
 def test_a_session_resumes_exactly(resource):
     """T26."""
     with resource.create_session(lora_config=LORA) as session:

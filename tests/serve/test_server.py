@@ -10,7 +10,7 @@ from tests.serve.requests import CROSS_ENTROPY, SEQUENCES, Wire, sample_of
 from tests.serve.server import ServerProcess
 from tunebook.errors import ConfigError
 from tunebook.serve.answers import read_body
-from tunebook.serve.command import bound_socket, is_loopback, serve
+from tunebook.serve.command import bound_socket, is_loopback, named_model, serve
 from tunebook.serve.errors import ApiError
 
 SETTINGS = {
@@ -280,3 +280,10 @@ def test_planned_faults_happen(tmp_path):
         assert lost["error"]["code"] == "MODEL_RESOURCES_ERROR_CODE_RESOURCE_UNAVAILABLE"
         error = wire.get(f"training-sessions/{another}").json()["error"]
         assert error["code"] == "TRAINING_SESSION_ERROR_CODE_RESOURCE_UNAVAILABLE"
+
+
+def test_a_model_is_named_as_in_a_recipe():
+    assert named_model("tiny") == "pkg://tunebook/assets/tiny_model"
+    assert named_model("smollm2_135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    for other in ("gpt2", "base", "Qwen/Qwen3-0.6B", "./tiny", "../tiny", "pkg://a/b"):
+        assert named_model(other) == other

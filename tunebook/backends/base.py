@@ -57,6 +57,10 @@ class Capabilities:
     `prepare`."""
     files: bool = True
     """Its checkpoints are folders of this machine; False = the service keeps them by an id."""
+    lora_alpha: float | None = None
+    """Of all its adapters, whatever a config says; None = as the config says."""
+    lora_dropout: bool = True
+    """Its adapters can have dropout."""
 
 
 class Future(Protocol[T_co]):

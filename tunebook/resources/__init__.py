@@ -2,6 +2,7 @@
 
 from tunebook.resources.ledger import Entry, Ledger
 from tunebook.resources.live import (
+    CreatingService,
     LiveResource,
     ReplyLost,
     ResourceService,
@@ -13,6 +14,7 @@ from tunebook.resources.owning import owned_resource
 from tunebook.resources.watchdog import Patience, watch
 
 __all__ = [
+    "CreatingService",
     "Entry",
     "Ledger",
     "LiveResource",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tunebook.backends.together.service import KEY_VARIABLE, URL_VARIABLE, service_url
 from tunebook.errors import ConfigError, TunebookError
 from tunebook.resources.ledger import Entry, Ledger
-from tunebook.resources.live import LiveResource, ResourceService, service_of
+from tunebook.resources.live import (
+    LiveResource,
+    ResourceService,
+    service_of,
+    services_of_environment,
+)
 from tunebook.resources.orphans import stop_orphan
 
 UNKNOWN = "unknown"
@@ -36,6 +39,8 @@ class Shown:
     run: str | None
     since: str | None
     owner: str
+    session_id: str | None = None
+    """The service's own session that it is made in, which is known before its id; None = none."""
 
     @property
     def name(self) -> str:
@@ -94,12 +99,14 @@ def price_text(one: Shown) -> str:
 
 
 def choose(listing: Listing, names: Sequence[str]) -> list[Shown]:
-    """The listed resources of these ids or keys.
+    """The listed resources of these ids, keys or sessions.
 
     Raises:
         ConfigError: one of them is not listed.
     """
-    by_name = {name: one for one in listing.shown for name in (one.id, one.key) if name}
+    by_name = {
+        name: one for one in listing.shown for name in (one.id, one.key, one.session_id) if name
+    }
     unknown = [name for name in names if name not in by_name]
     if unknown:
         known = ", ".join(one.name for one in listing.shown) or "none"
@@ -180,9 +187,7 @@ def _stop(ledger: Ledger, one: Shown, *, force: bool) -> str:
 def _places(entries: Sequence[Entry]) -> list[tuple[str, str]]:
     """Names and addresses of the services to ask: of the entries, and of the environment."""
     places = {(entry.service, entry.base_url): None for entry in entries}
-    if os.environ.get(KEY_VARIABLE) or os.environ.get(URL_VARIABLE):
-        places["together", service_url(None)] = None
-    return list(places)
+    return list(places | dict.fromkeys(services_of_environment()))
 
 
 def _service(entry: Entry) -> ResourceService:
@@ -198,11 +203,11 @@ def _owner_text(ledger: Ledger, entry: Entry) -> str:
 
 
 def _of_entry(entry: Entry, live: Sequence[LiveResource] | None, owner: str) -> Shown:
-    resource = next((one for one in live or () if one.id == entry.resource_id), None)
+    resource = next((one for one in live or () if _is_of(entry, one)), None)
     state = UNKNOWN if live is None or entry.resource_id is None else NOT_LIVE
     return Shown(
         key=entry.key,
-        id=entry.resource_id,
+        id=resource.id if resource else entry.resource_id,
         service=entry.service,
         base_url=entry.base_url,
         state=resource.state if resource else state,
@@ -213,7 +218,15 @@ def _of_entry(entry: Entry, live: Sequence[LiveResource] | None, owner: str) -> 
         run=entry.run,
         since=entry.intended_at,
         owner=owner,
+        session_id=entry.what.get("session_id"),
     )
+
+
+def _is_of(entry: Entry, resource: LiveResource) -> bool:
+    """Whether a resource is an entry's, by its id or by a session that nothing else is made in."""
+    session_id = entry.what.get("session_id")
+    in_session = session_id is not None and resource.what.get("session_id") == session_id
+    return resource.id == entry.resource_id or in_session
 
 
 def _of_service(name: str, base_url: str, resource: LiveResource) -> Shown:
@@ -230,4 +243,5 @@ def _of_service(name: str, base_url: str, resource: LiveResource) -> Shown:
         run=None,
         since=resource.created_at,
         owner=NOT_OURS,
+        session_id=resource.what.get("session_id"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -68,15 +69,6 @@ class ResourceService(Protocol):
         """
         ...
 
-    def create(self, what: Mapping[str, Any]) -> LiveResource:
-        """Creates a resource by a request that is sent once, and does not wait until it is ready.
-
-        Raises:
-            ReplyLost: it may exist.
-            ServiceError: it does not exist.
-        """
-        ...
-
     def stop(self, resource_id: str, *, force: bool) -> None:
         """Stops a resource and waits until it no longer bills; one that is gone is no error.
 
@@ -91,16 +83,45 @@ class ResourceService(Protocol):
         ...
 
 
+class CreatingService(ResourceService, Protocol):
+    """A service whose resources one request makes."""
+
+    def create(self, what: Mapping[str, Any]) -> LiveResource:
+        """Creates a resource by a request that is sent once, and does not wait until it is ready.
+
+        Raises:
+            ReplyLost: it may exist.
+            ServiceError: it does not exist.
+        """
+        ...
+
+
 def service_of(name: str, base_url: str | None) -> ResourceService:
     """The service of that name at an address; None = where it is unless the environment differs.
 
     Raises:
         ConfigError: its package or its key is missing.
     """
+    if name == "baseten":
+        from tunebook.backends.baseten.service import BasetenService
+
+        return BasetenService(base_url)
     assert name == "together", name
     from tunebook.backends.together.service import TogetherService
 
     return TogetherService(base_url)
+
+
+def services_of_environment() -> list[tuple[str, str]]:
+    """Names and addresses of the services that the environment has a key or an address of."""
+    from tunebook.backends.baseten import service as baseten
+    from tunebook.backends.together import service as together
+
+    return [
+        (name, module.service_url(None))
+        for name, module in (("together", together), ("baseten", baseten))
+        if os.environ.get(module.KEY_VARIABLE) or os.environ.get(module.URL_VARIABLE)
+    ]
 
 
 def _agrees(asked: Any, found: Any) -> bool:

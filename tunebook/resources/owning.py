@@ -9,7 +9,7 @@ from typing import Any
 
 from tunebook.errors import BackendError, TunebookError
 from tunebook.resources.ledger import Ledger
-from tunebook.resources.live import ReplyLost, ResourceService, ServiceError
+from tunebook.resources.live import CreatingService, ReplyLost, ResourceService, ServiceError
 from tunebook.resources.orphans import UndecidedError, find_created
 from tunebook.resources.watchdog import PATIENCE, Patience, watch
 from tunebook.runs.attempts import shielded
@@ -21,7 +21,7 @@ LOST_REPLY_WAITS_S = (1.0, 2.0, 4.0, 8.0)
 @contextmanager
 def owned_resource(
     ledger: Ledger,
-    service: ResourceService,
+    service: CreatingService,
     what: Mapping[str, Any],
     *,
     run: str | None,
@@ -58,7 +58,7 @@ def owned_resource(
                 _stop(ledger, key, service, resource_id, say)
 
 
-def _create(ledger: Ledger, key: str, service: ResourceService, what: Mapping[str, Any]) -> str:
+def _create(ledger: Ledger, key: str, service: CreatingService, what: Mapping[str, Any]) -> str:
     """Id of the created resource, recorded; where there can be none, the entry is closed."""
     try:
         resource_id = service.create(what).id
@@ -74,7 +74,7 @@ def _create(ledger: Ledger, key: str, service: ResourceService, what: Mapping[st
 def _find_or_create(
     ledger: Ledger,
     key: str,
-    service: ResourceService,
+    service: CreatingService,
     what: Mapping[str, Any],
     lost: BackendError,
 ) -> str:

@@ -13,6 +13,8 @@ from tunebook.runs.record import ENDED_STATES, AttemptState, Failure, RunRecord,
 
 INTERRUPTED = "interrupted"
 """Shown for a run whose process is gone without having said how it ended."""
+DRY_RUN = "dry run"
+"""Shown for a run that was to be planned only."""
 OUTPUT_FILE = "output.txt"
 """What a process in the background prints, redacted."""
 PROCESS_LOST = "process_lost"
@@ -111,8 +113,12 @@ def observed(run: RunDir) -> RunRecord:
 
 
 def shown_state(run: RunDir) -> str:
-    """The state of a run, or `interrupted` where its process was killed."""
-    return shown(observed(run))
+    """The state of a run, `interrupted` where its process was killed, `dry run` where none was."""
+    text = shown(observed(run))
+    if text == RunState.PENDING and not run.record.attempts:
+        config = run.path / "config.yaml"
+        return DRY_RUN if config.is_file() and run.read_config().get("dry_run") else text
+    return text
 
 
 def shown(record: RunRecord) -> str:

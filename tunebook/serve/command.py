@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import BackendError, ConfigError
-from tunebook.models import tunebook_home
+from tunebook.models import packaged_path, tunebook_home
 from tunebook.serve.faults import NO_FAULTS, read_faults
 from tunebook.serve.rates import PRESETS
 
@@ -70,6 +70,7 @@ def serve(
     if rates not in PRESETS:
         raise ConfigError(f"--rates {rates}: must be one of {', '.join(PRESETS)}")
     plan = NO_FAULTS if faults is None else read_faults(faults)
+    model = named_model(model)
     from tunebook.serve.app import Engine, Server
     from tunebook.serve.state import Settings
 
@@ -84,6 +85,16 @@ def serve(
     )
     with bound_socket(host, port) as bound:
         run(Server(Engine(model=model, **engine), settings), bound, host)
+
+
+def named_model(model: str) -> str:
+    """The model that `model=<name>` of a recipe trains; anything else is a model already."""
+    file = packaged_path("pkg://configs/model") / f"{model}.yaml"
+    if not model.isidentifier() or not file.is_file() or Path(model).is_dir():
+        return model
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(OmegaConf.load(file), "name") or model
 
 
 def is_loopback(host: str) -> bool:

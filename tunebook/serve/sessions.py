@@ -46,7 +46,9 @@ from tunebook.serve.values import (
 )
 from tunebook.types import LoraConfig, MuonParams
 
-DEFAULT_RANK = 16
+DEFAULT_RANK = 32
+DEFAULT_ALPHA = 64
+"""Of the hosted service, alpha whatever the rank."""
 MAX_KEY = 255
 KEPT_BYTES = 4 * 2**20
 """Larger requests wait on disk."""
@@ -159,7 +161,7 @@ def _read_lora(
         high=state.limits.max_rank,
     )
     alpha = read_int(
-        value("alpha", int(begun.alpha) if begun else 2 * rank),
+        value("alpha", int(begun.alpha) if begun else DEFAULT_ALPHA),
         f"{where}.alpha",
         low=1,
         high=2**31 - 1,

@@ -17,16 +17,12 @@ from loss_fns.cross_entropy import cross_entropy
 from tests.backends.remote.conftest import remote_backend
 from tests.backends.tiny import make_adam, make_data, make_lora
 from tests.serve.server import ServerProcess
-from tunebook.backends.together import queue as queue_module
+from tunebook.backends.remote import queue as queue_module
+from tunebook.backends.remote.failures import RemoteError, StalledError
+from tunebook.backends.remote.loop import LoopThread
+from tunebook.backends.remote.queue import Operation, RemoteQueue
 from tunebook.backends.together.connection import retries_within
-from tunebook.backends.together.failures import (
-    RemoteError,
-    StalledError,
-    failed_operation,
-    translated,
-)
-from tunebook.backends.together.loop import LoopThread
-from tunebook.backends.together.queue import Operation, RemoteQueue
+from tunebook.backends.together.failures import failed_operation, translated
 from tunebook.backends.together.resource import ModelResource
 from tunebook.errors import BackendError, NonFiniteError
 from tunebook.notices import LOG, Notes

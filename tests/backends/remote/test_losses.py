@@ -5,56 +5,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from loss_fns import policy
 from loss_fns.cross_entropy import cross_entropy
-from tests.backends.tiny import make_adam, make_lora
+from tests.backends.services import ROWS_PER_UNIT, gradient_of, make_rows
 from tests.loss_fns.batches import EVERY, POLICY, PREFERENCE, WITH_KL
-from tunebook.backends.together.losses import built_in, differentiated
+from tunebook.backends.remote.losses import built_in, differentiated
+from tunebook.backends.together.losses import SAME_MEANING
 from tunebook.columns import required_columns
 from tunebook.types import Datum
-
-LENGTHS = (3, 5, 2, 4)
-ROWS_PER_UNIT = 2
-
-
-def make_rows(*, same_weights: bool, seed: int = 0) -> list[Datum]:
-    """Pairs of rows with every column that any loss reads, some weights 0 and NaN beneath them."""
-    random = np.random.default_rng(seed)
-    rows = []
-    for number, length in enumerate(LENGTHS):
-        weights = np.zeros(length + 3, np.float32)
-        weights[3:] = 0.1 if same_weights else 0.25 / length
-        marked = weights != 0
-        columns = {
-            "token_weights": weights,
-            "sampling_logprobs": random.uniform(-5, -4, length + 3),
-            "reference_logprobs": random.uniform(-5, -4, length + 3),
-            "advantages": np.full(length + 3, (-1.0) ** number * 0.7),
-        }
-        columns = {
-            name: np.where(marked, column, np.nan if "logprobs" in name else 0).astype(np.float32)
-            for name, column in columns.items()
-        }
-        columns["token_weights"] = weights
-        columns["pair_weights"] = 0.5
-        rows.append(Datum(random.integers(3, 120, length + 4).astype(np.int32), columns))
-    return rows
-
-
-def gradient_of(backend, loss_fn, rows, folder):
-    """Metrics of one step and what it did to B, which is minus the gradient by this eps."""
-    session = backend.open_session("gradient", make_lora(), directory=folder / "checkpoints")
-    metrics = session.forward_backward(rows, loss_fn, rows_per_unit=ROWS_PER_UNIT)
-    norm = session.optim_step(make_adam(learning_rate=1e6, eps=1e6, beta1=0.0))
-    ref = session.save("one").result()
-    session.export(ref, folder / "model")
-    session.close()
-    weights = load_file(folder / "model" / "adapter_model.safetensors")
-    found = torch.cat([weights[name].flatten() for name in sorted(weights) if "lora_B" in name])
-    return {**metrics.result(), **norm.result()}, found
-
 
 CASES = {
     "cross_entropy": (cross_entropy, True, "LOSS_TYPE_CROSS_ENTROPY"),
@@ -79,8 +38,8 @@ def test_gradient_and_metrics_are_those_of_the_local_backend(
 ) -> None:
     loss_fn, same_weights, kind = CASES[name]
     rows = make_rows(same_weights=same_weights)
-    own = built_in(loss_fn, rows)
-    assert (own.config["type"] if own else None) == kind
+    own = built_in(loss_fn, rows, SAME_MEANING)
+    assert (own.name if own else None) == kind
     metrics, gradient = gradient_of(attach(), loss_fn, rows, tmp_path / "remote")
     expected_metrics, expected = gradient_of(open_local(), loss_fn, rows, tmp_path / "local")
     assert expected.norm() > 0
@@ -126,17 +85,17 @@ def test_two_passes_send_the_gradient_of_the_loss(name) -> None:
 def test_weights_go_into_the_advantages() -> None:
     """The service takes every weight other than 0 for 1."""
     rows = make_rows(same_weights=False)
-    own = built_in(partial(policy.ppo, clip_low=0.5, clip_high=1.5), rows)
+    own = built_in(partial(policy.ppo, clip_low=0.5, clip_high=1.5), rows, SAME_MEANING)
     assert own is not None
-    assert own.config["ppo_params"] == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5}
-    inputs = own.samples[0]["loss_fn_inputs"]
-    assert inputs["weights"]["data"] == [0, 0, 0, 1, 1, 1]
-    np.testing.assert_allclose(inputs["advantages"]["data"], [0] * 3 + [0.7 * 0.25 / 3] * 3)
+    assert own.parameters == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5}
+    columns = own.columns[0]
+    assert columns["weights"].tolist() == [0, 0, 0, 1, 1, 1]
+    np.testing.assert_allclose(columns["advantages"], [0] * 3 + [0.7 * 0.25 / 3] * 3)
 
 
 def test_the_pull_of_dro_is_weighted_too() -> None:
-    own = built_in(POLICY["dro"], make_rows(same_weights=True))
-    assert own is not None and own.config["dro_params"]["beta"] == pytest.approx(0.05 * 0.1)
+    own = built_in(POLICY["dro"], make_rows(same_weights=True), SAME_MEANING)
+    assert own is not None and own.parameters["beta"] == pytest.approx(0.05 * 0.1)
 
 
 def test_negative_weights_take_two_passes() -> None:
@@ -146,8 +105,8 @@ def test_negative_weights_take_two_passes() -> None:
         Datum(row.tokens, {**row.columns, "token_weights": -row.columns["token_weights"]})
         for row in rows
     ]
-    assert built_in(POLICY["ppo"], rows) is None
-    assert built_in(cross_entropy, rows) is not None
+    assert built_in(POLICY["ppo"], rows, SAME_MEANING) is None
+    assert built_in(cross_entropy, rows, SAME_MEANING) is not None
 
 
 def test_an_own_loss_is_never_taken_for_one_of_the_service() -> None:
@@ -155,4 +114,4 @@ def test_an_own_loss_is_never_taken_for_one_of_the_service() -> None:
         return logprobs.sum(), {}
 
     rows = make_rows(same_weights=True)
-    assert built_in(partial(ppo, clip_low=0.8, clip_high=1.2), rows) is None
+    assert built_in(partial(ppo, clip_low=0.8, clip_high=1.2), rows, SAME_MEANING) is None

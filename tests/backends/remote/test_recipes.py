@@ -1,10 +1,9 @@
 """All three recipes on the service: the same numbers as on local torch."""
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from recipes import grpo, sft
+from tests.backends.services import SETTINGS, check_same, configured, events, numbers
 from tests.running import train_all
 from tunebook.compose import compose
 from tunebook.errors import CheckpointError, ConfigError
@@ -12,72 +11,16 @@ from tunebook.launch import start_run
 from tunebook.opening import build_backend
 from tunebook.runs import RunDir, RunState
 
-SETTINGS = {
-    "data.limit": 40,
-    "eval.fraction": 0.2,
-    "eval.min_rows": 1,
-    "plan.batch_size": 4,
-    "plan.epochs": None,
-    "plan.max_steps": 3,
-    "plan.checkpoint_every": 2,
-    "optimizer.learning_rate": 1e-3,
-    "lora.rank": 4,
-}
-OF_RECIPE = {
-    "sft": {"samples.num_prompts": 1, "samples.max_tokens": 8, "backend.generator_replicas": 1},
-    "dpo": {"samples.num_prompts": 0},
-    "grpo": {
-        "rollout.group_size": 4,
-        "rollout.max_new_tokens": 12,
-        "samples.num_prompts": 1,
-        "kl.beta": 0.05,
-        "rollout.policy_lag": 1,
-    },
-}
-
-
-def configured(recipe, folder, /, **overrides):
-    values = {**SETTINGS, **OF_RECIPE[recipe], "runs_dir": str(folder / "runs")}
-    values.update({key.replace("__", "."): value for key, value in overrides.items()})
-    if values.get("backend") != "together":
-        values = {k: v for k, v in values.items() if not k.startswith("backend.")}
-    return compose(recipe, values)
-
 
 def remote(recipe, folder, server, /, **overrides):
+    if recipe == "sft":
+        overrides = {"backend__generator_replicas": 1, **overrides}
     return configured(recipe, folder, backend="together", backend__base_url=server.url, **overrides)
-
-
-def numbers(run):
-    """The metrics of every step but for times."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith("time/")}
-        for row in run.metrics()
-    ]
-
-
-def model_of(run):
-    return load_file(run.model_dir / "adapter_model.safetensors")
-
-
-def events(run, kind):
-    return [event for event in run.events() if event["type"] == kind]
 
 
 @pytest.fixture(scope="module")
 def local_sft(tmp_path_factory):
     return train_all(configured("sft", tmp_path_factory.mktemp("local")))[1]
-
-
-def check_same(run, expected):
-    ours, theirs = numbers(run), numbers(expected)
-    assert [set(row) for row in ours] == [set(row) for row in theirs]
-    for row, other in zip(ours, theirs, strict=True):
-        assert row == pytest.approx(other, rel=1e-4, abs=1e-6, nan_ok=True)
-    adapter, other = model_of(run), model_of(expected)
-    assert adapter.keys() == other.keys()
-    for name, value in adapter.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-5)
 
 
 def test_sft(server, local_sft, tmp_path):
@@ -182,7 +125,7 @@ def test_a_run_that_fails_stops_its_resource(server, tmp_path, monkeypatch):
 
 def test_the_command_without_what_only_our_server_tells(server, tmp_path, monkeypatch, capsys):
     """The hosted service has no gradient norm: the metric is missing, and nothing minds."""
-    monkeypatch.setattr("tunebook.backends.together.session.metrics_of_step", lambda output: {})
+    monkeypatch.setattr("tunebook.backends.together.link.metrics_of_step", lambda output: {})
     settings = {**SETTINGS, "plan.max_steps": 2, "plan.epochs": "null", "samples.num_prompts": 0}
     code = sft.main(
         [

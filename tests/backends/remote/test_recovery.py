@@ -9,7 +9,7 @@ from loss_fns.cross_entropy import cross_entropy
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tests.loss_fns.batches import PREFERENCE
 from tests.serve.server import ServerProcess
-from tunebook.backends.together.failures import RemoteError
+from tunebook.backends.remote.failures import RemoteError
 from tunebook.backends.together.service import make_client
 from tunebook.errors import BackendError
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from loss_fns.cross_entropy import cross_entropy
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
+from tunebook.backends.remote.failures import RemoteError
 from tunebook.backends.together import link
-from tunebook.backends.together.failures import RemoteError
 from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.types import CheckpointRef, Datum, StopReason
 
@@ -36,7 +36,6 @@ def test_large_bodies_are_uploaded_and_long_batches_split(
     generator = session.publish_weights().result()
     long = [[token % 100 + 3 for token in range(60)]] * 2
     assert len(generator.sample(long, make_sampling(), 1).result()) == 2
-    monkeypatch.setattr("tunebook.backends.together.session.MAX_ROWS", 3)
     monkeypatch.setattr(link, "MAX_ROWS", 3)
     session = backend.open_session("split", make_lora(), directory=tmp_path)
     found = session.forward_backward(rows, cross_entropy, rows_per_unit=2).result()

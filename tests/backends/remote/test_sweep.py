@@ -3,7 +3,8 @@
 import pytest
 
 from recipes import sft
-from tests.backends.remote.test_recipes import check_same, configured, remote
+from tests.backends.remote.test_recipes import remote
+from tests.backends.services import check_same, configured
 from tests.running import train_all
 from tests.sweeps.running import reopened, train_together
 from tests.sweeps.test_multirun import SMALL, run, sweep_in

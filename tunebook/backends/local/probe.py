@@ -12,8 +12,10 @@ from torch import Tensor
 from tunebook.backends.base import Session
 from tunebook.types import AdamParams, Datum, Estimate, Workload
 
-# Measured again while it costs no more than this, for a figure without first-call costs.
-SHORT_STEP_S = 2.0
+# Measured again within this time, for a figure without first-call costs and what else the machine
+# happened to do.
+REPEATING_S = 10.0
+MOST_STEPS = 4
 # A rate of 0 leaves the weights as they are; the step costs the same.
 PROBE_STEP = AdamParams(
     learning_rate=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
@@ -39,11 +41,11 @@ class PeakMemory:
 def measure(session: Session, sample: Sequence[Datum], device: torch.device) -> Measurement:
     """Times a training step and an evaluation of `sample`."""
     with peak_memory(device) as peak:
-        step_s = timed(lambda: _train_step(session, sample), device)
-        if step_s < SHORT_STEP_S:
-            step_s = min(timed(lambda: _train_step(session, sample), device) for _ in range(2))
+        taken = [timed(lambda: _train_step(session, sample), device)]
+        while len(taken) < MOST_STEPS and sum(taken) < REPEATING_S:
+            taken.append(timed(lambda: _train_step(session, sample), device))
         forward_s = timed(lambda: session.forward(sample).result(), device)
-    return Measurement(step_s=step_s, forward_s=forward_s, peak_memory_bytes=peak.bytes)
+    return Measurement(step_s=min(taken), forward_s=forward_s, peak_memory_bytes=peak.bytes)
 
 
 def extrapolate(

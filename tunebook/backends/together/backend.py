@@ -9,14 +9,17 @@ from types import TracebackType
 from typing import Self
 
 from tunebook.backends.base import Capabilities
+from tunebook.backends.remote.export import TokenizerSource
+from tunebook.backends.remote.lease import Leases
+from tunebook.backends.remote.queue import RemoteQueue
+from tunebook.backends.remote.session import RemoteSession
 from tunebook.backends.together.adapters import lora_config
 from tunebook.backends.together.catalogue import Catalogue, not_on_service
 from tunebook.backends.together.connection import Connection
-from tunebook.backends.together.link import Link
-from tunebook.backends.together.queue import RemoteQueue
+from tunebook.backends.together.link import TogetherLink
+from tunebook.backends.together.losses import SAME_MEANING
 from tunebook.backends.together.resource import ResourceSettings
 from tunebook.backends.together.service import TogetherService
-from tunebook.backends.together.session import TogetherSession
 from tunebook.errors import BackendError, ConfigError
 from tunebook.runs.attempts import shielded
 from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
@@ -131,9 +134,11 @@ class TogetherBackend:
         self._recover = recover
         self._max_cost = max_cost
         self._tokens_per_second = tokens_per_second
-        self._tokenizer = (tokenizer or model, revision, chat_template, trust_remote_code)
+        self._tokenizer = TokenizerSource(
+            tokenizer or model, revision, chat_template, trust_remote_code
+        )
         self._connection: Connection | None = None
-        self._sessions: dict[str, TogetherSession] = {}
+        self._sessions: dict[str, RemoteSession] = {}
         self._opening = threading.RLock()
         """Sweeps open sessions in several threads, and only one may make the resource."""
         self._full_weights_used = False
@@ -244,7 +249,7 @@ class TogetherBackend:
         directory: Path,
         restore: CheckpointRef | None = None,
         with_optimizer: bool = True,
-    ) -> TogetherSession:
+    ) -> RemoteSession:
         if lora is not None:
             lora_config(lora)
         if restore is not None and restore.path.is_absolute():
@@ -277,7 +282,7 @@ class TogetherBackend:
         lora: LoraConfig | None,
         directory: Path,
         start: tuple[CheckpointRef | None, bool],
-    ) -> TogetherSession:
+    ) -> RemoteSession:
         """A session that begins from a checkpoint, with or without its optimizer."""
         connection = self._connect(lora is not None)
         resource = connection.resource
@@ -289,10 +294,10 @@ class TogetherBackend:
         self._full_weights_used = lora is None
         base = (restore.location if restore else None, with_optimizer)
 
-        async def open_link(checkpoint_id: str | None, with_optimizer: bool) -> Link:
+        async def open_link(checkpoint_id: str | None, with_optimizer: bool) -> TogetherLink:
             return await connection.open_link(name, lora, checkpoint_id, with_optimizer)
 
-        async def reopen(checkpoint_id: str | None, with_optimizer: bool) -> Link:
+        async def reopen(checkpoint_id: str | None, with_optimizer: bool) -> TogetherLink:
             lost = queue.link
             if lora is None:
                 await resource.renew()
@@ -303,7 +308,7 @@ class TogetherBackend:
             return await open_link(checkpoint_id, with_optimizer)
 
         link = connection.loop.run(open_link(*base))
-        queue = RemoteQueue(
+        queue: RemoteQueue[TogetherLink] = RemoteQueue(
             name,
             link,
             connection.loop,
@@ -316,7 +321,7 @@ class TogetherBackend:
         offer = self._catalogue.offer()
         mode = offer.full if lora is None else offer.lora
 
-        def open_at(ref: CheckpointRef) -> TogetherSession:
+        def open_at(ref: CheckpointRef) -> RemoteSession:
             return self.open_session(
                 f"{name} at {ref.name}",
                 lora,
@@ -325,20 +330,22 @@ class TogetherBackend:
                 with_optimizer=False,
             )
 
-        return TogetherSession(
+        return RemoteSession(
             name,
             lora,
             queue,
             at=base[0],
-            own_losses=self._own_losses,
-            has_generator=resource.has_generator,
+            losses=SAME_MEANING if self._own_losses else {},
+            stop_ids=False,
             max_seq_len=mode.max_seq_len if mode else None,
             download=self._download,
             open_at=open_at,
+            delete=lambda place: None,  # the service has no call that does
+            leases=Leases(None, lambda place: None),
             on_close=lambda: self._end(name, queue),
         )
 
-    def _end(self, name: str, queue: RemoteQueue) -> None:
+    def _end(self, name: str, queue: RemoteQueue[TogetherLink]) -> None:
         """Gives the place of a session on the service to another one."""
         self._sessions.pop(name, None)
         assert self._connection is not None
@@ -377,21 +384,11 @@ class TogetherBackend:
         """The folder, with what an inference checkpoint is made of and the tokenizer."""
         from together.post_training import download_checkpoint
 
-        from tunebook.backends.local.checkpoint import replaced_folder
-        from tunebook.models import load_tokenizer
-
-        name, revision, chat_template, trust_remote_code = self._tokenizer
-        tokenizer = load_tokenizer(
-            name,
-            revision=revision,
-            chat_template=chat_template,
-            trust_remote_code=trust_remote_code,
-        )
         assert self._connection is not None
         lora = self._connection.resource.lora
         with (
             self._catalogue.asking() as client,
-            replaced_folder(directory, num_bytes=0) as temporary,
+            self._tokenizer.completing(directory) as temporary,
         ):
             download_checkpoint(
                 client,
@@ -399,7 +396,6 @@ class TogetherBackend:
                 variant="CHECKPOINT_VARIANT_ADAPTER" if lora else "CHECKPOINT_VARIANT_MERGED",
                 output_dir=temporary,
             )
-            tokenizer.save_pretrained(temporary)
         return directory
 
 

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tunebook.backends.remote.failures import RemoteError
+from tunebook.backends.remote.loop import LoopThread
 from tunebook.backends.together.adapters import lora_config
-from tunebook.backends.together.failures import DUTIES, RemoteError, translated
-from tunebook.backends.together.link import Link
-from tunebook.backends.together.loop import LoopThread
+from tunebook.backends.together.failures import DUTIES, translated
+from tunebook.backends.together.link import TogetherLink
 from tunebook.backends.together.resource import ModelResource, ResourceSettings
 from tunebook.backends.together.service import api_key_for
 from tunebook.notices import Notes
@@ -51,7 +52,7 @@ class Connection:
 
     async def open_link(
         self, name: str, lora: LoraConfig | None, checkpoint_id: str | None, with_optimizer: bool
-    ) -> Link:
+    ) -> TogetherLink:
         """A running session on the resource.
 
         Raises:
@@ -77,7 +78,13 @@ class Connection:
             except BaseException:
                 await self.stop_session(session.id)
                 raise
-        return Link(self._client, session.id, resource_id, used=self.resource.touch)
+        return TogetherLink(
+            self._client,
+            session.id,
+            resource_id,
+            has_generator=self.resource.has_generator,
+            used=self.resource.touch,
+        )
 
     async def stop_session(self, session_id: str) -> None:
         """Stops a session and waits until its place is free; notes it where that fails."""

@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from tunebook.backends.remote.failures import (
+    INTERNAL_ERROR,
+    UNREACHABLE,
+    Duty,
+    RemoteError,
+)
 from tunebook.errors import NonFiniteError, TunebookError
-from tunebook.resources import ServiceError
 from tunebook.runs.redaction import redact
 
 CODE_PREFIX = "TRAINING_OPERATION_ERROR_CODE_"
-
-
-@dataclass(frozen=True, slots=True)
-class Duty:
-    """What an error code of the service means for us."""
-
-    category: str
-    recoverable: bool
-    """A new session from the last checkpoint can go on."""
-    action: str
 
 
 DUTIES = {
@@ -48,12 +42,7 @@ DUTIES = {
     "RESOURCE_LOST": Duty(
         "service", True, "The resource has stopped or failed; resume the run on a new one"
     ),
-    "INTERNAL_ERROR": Duty(
-        "service",
-        True,
-        "Set backend.recover=1 to go on from the last checkpoint; if it comes again, report the "
-        "ids and the time to the service",
-    ),
+    "INTERNAL_ERROR": INTERNAL_ERROR,
 }
 ANSWERS = {
     401: Duty("input", False, "Check the key in TOGETHER_API_KEY"),
@@ -63,24 +52,6 @@ ANSWERS = {
     429: Duty("capacity", False, "Wait, or raise backend.retry_budget"),
 }
 """HTTP status -> what it means; any other below 500 is INVALID_INPUT."""
-UNREACHABLE = Duty("service", False, "See whether the service is up, then resume the run")
-
-
-class RemoteError(ServiceError):
-    """The service refused or failed; `code` is its own word in lower case."""
-
-    def __init__(self, message: str, *, code: str, duty: Duty) -> None:
-        super().__init__(f"{message}. {duty.action}")
-        self.code = code.lower()
-        self.category = duty.category
-        self.recoverable = duty.recoverable
-
-
-class StalledError(ServiceError):
-    """Nothing came back for `backend.stall_timeout`; the service may still be at it."""
-
-    code = "stalled"
-    exit_code = 75
 
 
 def failed_operation(name: str, error: Any, *, where: str) -> TunebookError:

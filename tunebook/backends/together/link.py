@@ -11,11 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tunebook.backends.together.failures import DUTIES, RemoteError, failed_operation, translated
-from tunebook.backends.together.losses import forward_samples
-from tunebook.backends.together.samples import shortened
-from tunebook.errors import BackendError
-from tunebook.types import Datum, FloatArray
+from tunebook.backends.remote.failures import broken_answer
+from tunebook.backends.remote.link import Finish, Pass, Sampled
+from tunebook.backends.remote.losses import BuiltIn
+from tunebook.backends.remote.rows import marks_of
+from tunebook.backends.together.failures import failed_operation, translated
+from tunebook.backends.together.losses import CROSS_ENTROPY, loss_config
+from tunebook.backends.together.samples import model_input, sample_of, shortened
+from tunebook.errors import BackendError, ConfigError
+from tunebook.types import (
+    AdamParams,
+    Datum,
+    FloatArray,
+    Metrics,
+    MuonParams,
+    OptimizerParams,
+    SamplingParams,
+    StopReason,
+)
 
 if TYPE_CHECKING:
     from together import AsyncTogether
@@ -27,7 +40,8 @@ MAX_ROWS = 4096
 FIRST_POLL_S = 0.05
 LAST_POLL_S = 0.5
 """Seconds between two questions about an operation, at first and in the end."""
-CROSS_ENTROPY = {"type": "LOSS_TYPE_CROSS_ENTROPY"}
+SYNCHRONOUS = "WEIGHT_SYNC_TYPE_SYNCHRONOUS"
+STOP_REASONS = {"STOP_REASON_STOP": StopReason.STOP, "STOP_REASON_LENGTH": StopReason.LENGTH}
 DONE, FAILED = "TRAINING_OPERATION_STATUS_COMPLETED", "TRAINING_OPERATION_STATUS_FAILED"
 
 
@@ -35,7 +49,7 @@ DONE, FAILED = "TRAINING_OPERATION_STATUS_COMPLETED", "TRAINING_OPERATION_STATUS
 class Sent:
     """An operation that the service has taken."""
 
-    link: Link
+    link: TogetherLink
     kind: str
     operation: Any
 
@@ -44,8 +58,8 @@ class Sent:
         return await self.link.output_of(self.kind, self.operation)
 
 
-class Link:
-    """One session on the service."""
+class TogetherLink:
+    """One session on the service; see `tunebook.backends.remote.link.Link`."""
 
     def __init__(
         self,
@@ -53,6 +67,7 @@ class Link:
         session_id: str,
         resource_id: str,
         *,
+        has_generator: bool,
         used: Callable[[], None],
     ) -> None:
         """
@@ -60,8 +75,10 @@ class Link:
             client: of the service.
             session_id: the session.
             resource_id: what it is on.
+            has_generator: whether that samples.
             used: called with every operation.
         """
+        self._has_generator = has_generator
         self._client = client
         self._used = used
         self.session_id = session_id
@@ -69,35 +86,97 @@ class Link:
         self.seen = "nothing"
         """What the service last said of an operation, for people."""
 
-    async def forward(self, data: Sequence[Datum]) -> list[Sent]:
-        """Submits rows whose log-probs are wanted."""
-        return [
-            await self.forward_backward(
-                CROSS_ENTROPY, forward_samples(data[start : start + MAX_ROWS]), forward_only=True
-            )
+    @property
+    def max_rows(self) -> int:
+        return MAX_ROWS
+
+    async def forward(self, data: Sequence[Datum]) -> Finish:
+        sent = [
+            await self._pass({"type": CROSS_ENTROPY}, _marked(data[start : start + MAX_ROWS]), True)
             for start in range(0, len(data), MAX_ROWS)
         ]
 
-    async def forward_backward(
-        self, loss: dict[str, Any], samples: list[dict[str, Any]], *, forward_only: bool = False
-    ) -> Sent:
-        """Submits rows for a loss of the service, which returns their log-probs too."""
-        body = {"loss": loss, "samples": samples}
-        flags = {"forward_only": forward_only, "return_loss_fn_outputs": True}
-        return await self._submit("forward_backward", body, flags)
+        async def finish() -> list[FloatArray]:
+            outputs = [await each.output() for each in sent]
+            return [logprobs for output in outputs for logprobs in _logprobs_in(output)]
 
-    async def custom_forward_backward(
-        self, samples: list[dict[str, Any]], gradients: Sequence[FloatArray]
-    ) -> Sent:
-        """Submits the gradient with respect to the log-probs of rows."""
-        sent = [{"data": each.tolist(), "dtype": "D_TYPE_FLOAT32"} for each in gradients]
-        return await self._submit(
-            "custom_forward_backward", {"samples": samples, "gradients": sent}, {}
-        )
+        return finish
 
-    async def sample(self, body: dict[str, Any]) -> Sent:
-        """Submits prompts to be answered."""
-        return await self._submit("sample", body, {})
+    async def forward_backward(self, own: BuiltIn, data: Sequence[Datum]) -> Finish:
+        samples = [
+            sample_of(datum, columns) for datum, columns in zip(data, own.columns, strict=True)
+        ]
+        sent = await self._pass(loss_config(own), samples, False)
+
+        async def finish() -> Pass:
+            output = await sent.output()
+            return Pass(_logprobs_in(output), output.loss)
+
+        return finish
+
+    async def backward(self, data: Sequence[Datum], gradients: Sequence[FloatArray]) -> Finish:
+        given = [{"data": each.tolist(), "dtype": "D_TYPE_FLOAT32"} for each in gradients]
+        body = {"samples": _marked(data), "gradients": given}
+        sent = await self._submit("custom_forward_backward", body, {})
+
+        async def finish() -> None:
+            await sent.output()
+
+        return finish
+
+    async def optim_step(self, params: OptimizerParams) -> Finish:
+        sent = await self.small("optim_step", **optimizer_arguments(params))
+
+        async def finish() -> Metrics:
+            return metrics_of_step(await sent.output())
+
+        return finish
+
+    async def save(self, name: str) -> Finish:
+        """Ids are the service's own, so the name goes nowhere."""
+        return await self._checkpoint("training_checkpoint")
+
+    async def save_for_download(self, name: str) -> Finish:
+        return await self._checkpoint("inference_checkpoint")
+
+    async def publish(self) -> Finish:
+        if not self._has_generator:
+            raise ConfigError(
+                "this resource trains only; for samples set backend.generator_replicas=1, or "
+                "samples.num_prompts=0 for none"
+            )
+        sent = await self.small("weights_sync", weight_sync_type=SYNCHRONOUS)
+
+        async def finish() -> int:
+            return int((await sent.output()).weights_version)
+
+        return finish
+
+    async def sample(
+        self,
+        published: Any,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        num_samples: int,
+    ) -> Finish:
+        body = {
+            "model_inputs": [model_input(list(prompt)) for prompt in prompts],
+            "num_samples": num_samples,
+            "sampling_params": sampling_params(params),
+        }
+        sent = await self._submit("sample", body, {})
+
+        async def finish() -> list[list[Sampled]]:
+            results = (await sent.output()).results
+            versions = {part.version for each in results for part in each.policy_segments}
+            if versions - {published}:
+                raise broken_answer(
+                    f"sample: the service returned completions of weights {sorted(versions)} where "
+                    f"{published} were published; somebody else publishes in this session"
+                )
+            return [[_sampled(sequence) for sequence in each.sequences] for each in results]
+
+        return finish
 
     async def small(self, kind: str, **arguments: Any) -> Sent:
         """Submits an operation without rows."""
@@ -124,12 +203,24 @@ class Link:
         if operation.status == FAILED:
             raise failed_operation(kind, operation.error, where=where)
         if operation.output is None:
-            raise RemoteError(
-                f"{kind} came back without a result ({where})",
-                code="INTERNAL_ERROR",
-                duty=DUTIES["INTERNAL_ERROR"],
-            )
+            raise broken_answer(f"{kind} came back without a result ({where})")
         return await self._resolved(operation.output)
+
+    async def _pass(
+        self, loss: dict[str, Any], samples: list[dict[str, Any]], forward_only: bool
+    ) -> Sent:
+        """Submits rows for a loss of the service, which returns their log-probs too."""
+        body = {"loss": loss, "samples": samples}
+        flags = {"forward_only": forward_only, "return_loss_fn_outputs": True}
+        return await self._submit("forward_backward", body, flags)
+
+    async def _checkpoint(self, kind: str) -> Finish:
+        sent = await self.small(kind)
+
+        async def finish() -> str:
+            return (await sent.output()).checkpoint.id
+
+        return finish
 
     async def _submit(self, kind: str, body: dict[str, Any], flags: dict[str, Any]) -> Sent:
         try:
@@ -183,25 +274,72 @@ class Link:
         return type(output).model_validate({**inline, **json.loads(answer.content)})
 
 
-def logprobs_in(outputs: Sequence[Any], data: Sequence[Datum]) -> list[FloatArray]:
-    """The log-probs that operations returned for some rows, `[T]` each.
+def _marked(data: Sequence[Datum]) -> list[dict[str, Any]]:
+    """Rows whose log-probs are asked for; the service gives 0 where a weight is 0."""
+    return [sample_of(datum, {"weights": marks_of(datum)}) for datum in data]
 
-    Raises:
-        RemoteError: they are not those of these rows.
-    """
-    found = [
+
+def _logprobs_in(output: Any) -> list[FloatArray]:
+    """The log-probs that an operation returned, `[T]` a row."""
+    return [
         np.asarray(each.tensors["logprobs"].data, np.float32)
-        for output in outputs
         for each in output.loss_fn_outputs or []
     ]
-    if [len(each) for each in found] != [datum.num_scored for datum in data]:
-        raise RemoteError(
-            f"the service returned log-probs of {len(found)} rows for {len(data)}, or of other "
-            "lengths",
-            code="INTERNAL_ERROR",
-            duty=DUTIES["INTERNAL_ERROR"],
-        )
+
+
+def _sampled(sequence: Any) -> Sampled:
+    return Sampled(
+        tokens=np.asarray([int(token) for token in sequence.tokens], np.int32),
+        logprobs=np.asarray(sequence.logprobs or [], np.float32),
+        stop_reason=STOP_REASONS[sequence.stop_reason],
+    )
+
+
+def sampling_params(params: SamplingParams) -> dict[str, Any]:
+    """Every setting as the service takes it; 0 is off for our `top_k`, -1 for its."""
+    found: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "stop": [str(stop) for stop in params.stop],
+    }
+    if params.seed is not None:
+        found["seed"] = params.seed
     return found
+
+
+def metrics_of_step(output: Any) -> Metrics:
+    """What our server tells of an optimizer step; the hosted service only numbers it."""
+    metrics = (output.model_extra or {}).get("metrics") or {}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def optimizer_arguments(params: OptimizerParams) -> dict[str, Any]:
+    """Every setting of a step as the service takes it; its defaults are none of ours."""
+    if isinstance(params, MuonParams):
+        return {
+            "muon_params": {
+                "learning_rate": params.learning_rate,
+                "momentum": params.momentum,
+                "newton_schulz_steps": params.newton_schulz_steps,
+                "weight_decay": params.weight_decay,
+                "grad_clip_norm": params.max_grad_norm,
+                "adam": _adam(params.adam),
+            }
+        }
+    return {"adam_params": _adam(params)}
+
+
+def _adam(params: AdamParams) -> dict[str, float]:
+    return {
+        "learning_rate": params.learning_rate,
+        "beta1": params.beta1,
+        "beta2": params.beta2,
+        "eps": params.eps,
+        "weight_decay": params.weight_decay,
+        "grad_clip_norm": params.max_grad_norm,
+    }
 
 
 _SUBMIT = {

@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tunebook.backends.together.failures import DUTIES, Duty, RemoteError, translated
-from tunebook.backends.together.loop import LoopThread
+from tunebook.backends.remote.failures import Duty, RemoteError
+from tunebook.backends.remote.loop import LoopThread
+from tunebook.backends.together.failures import DUTIES, translated
 from tunebook.backends.together.service import TogetherService
 from tunebook.errors import BackendError
 from tunebook.notices import Notes

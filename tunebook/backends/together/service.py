@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from tunebook.backends.remote.address import checked_address, key_for
 from tunebook.errors import ConfigError
 from tunebook.resources.live import LiveResource, ReplyLost, ServiceError, StillInUse
 from tunebook.runs.redaction import redact
@@ -25,9 +25,6 @@ STATUS_PREFIX = "MODEL_RESOURCES_STATUS_"
 LIVE_STATES = ("PENDING", "CREATING", "READY")
 """In the order in which a resource goes through them, so that asking for one after the other
 misses none that moves on meanwhile."""
-NO_KEY = "none"
-"""What a server on this machine is sent where there is no key; it takes any."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PAGE = 100
 MAX_RETRIES = 4
 TIMEOUT_S = 60.0
@@ -123,33 +120,13 @@ class TogetherService:
 
 
 def service_url(base_url: str | None) -> str:
-    """The address of the service, without a `/` at its end.
-
-    Raises:
-        ConfigError: it is no http address, or holds a password.
-    """
-    url = (base_url or os.environ.get(URL_VARIABLE) or HOSTED_URL).rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.password:
-        raise ConfigError(
-            f"backend.base_url={redact(url, os.environ)}: has to be http(s)://HOST[:PORT], without "
-            "a password"
-        )
-    return url
+    """The address of the service; see `tunebook.backends.remote.address.checked_address`."""
+    return checked_address(base_url, variable=URL_VARIABLE, hosted=HOSTED_URL)
 
 
 def api_key_for(base_url: str) -> str:
-    """The API key of the environment; a server on this machine needs none.
-
-    Raises:
-        ConfigError: there is no key.
-    """
-    key = os.environ.get(KEY_VARIABLE)
-    if key:
-        return key
-    if urlsplit(base_url).hostname in LOOPBACK:
-        return NO_KEY
-    raise ConfigError(f"{KEY_VARIABLE} is not set, which holds the key for {base_url}")
+    """The API key; see `tunebook.backends.remote.address.key_for`."""
+    return key_for(base_url, variable=KEY_VARIABLE)
 
 
 def make_client(base_url: str) -> Together:

@@ -17,7 +17,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="tunebook-together", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="tunebook-remote", daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

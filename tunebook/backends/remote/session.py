@@ -1,61 +1,62 @@
-"""One adapter (or the full weights) being trained on the service."""
+"""One adapter (or the full weights) being trained on a service."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tunebook.backends.base import Future, Generator, LossFn
-from tunebook.backends.together.generator import TogetherGenerator
-from tunebook.backends.together.link import MAX_ROWS, Link, logprobs_in
-from tunebook.backends.together.losses import (
+from tunebook.backends.remote.failures import broken_answer
+from tunebook.backends.remote.generator import RemoteGenerator
+from tunebook.backends.remote.lease import Leases
+from tunebook.backends.remote.link import Finish, Link, Pass
+from tunebook.backends.remote.losses import (
+    ServiceLoss,
     built_in,
     differentiated,
     differs,
     evaluated,
-    forward_samples,
 )
-from tunebook.backends.together.queue import Finish, Operation, RemoteQueue, Start
-from tunebook.backends.together.samples import marks_of
+from tunebook.backends.remote.queue import Operation, RemoteQueue, Start
+from tunebook.backends.remote.rows import marks_of
 from tunebook.columns import loss_name
-from tunebook.errors import BackendError, ConfigError
+from tunebook.errors import BackendError
 from tunebook.types import (
-    AdamParams,
     CheckpointRef,
     Datum,
+    FloatArray,
     LoraConfig,
     Metrics,
-    MuonParams,
     OptimizerParams,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SYNCHRONOUS = "WEIGHT_SYNC_TYPE_SYNCHRONOUS"
 
-
-class TogetherSession:
-    """One session on the service; see `tunebook.backends.base.Session`."""
+class RemoteSession:
+    """One session on a service; see `tunebook.backends.base.Session`."""
 
     def __init__(
         self,
         name: str,
         lora: LoraConfig | None,
-        queue: RemoteQueue,
+        queue: RemoteQueue[Any],
         *,
         at: str | None,
-        own_losses: bool,
-        has_generator: bool,
+        losses: Mapping[str, ServiceLoss],
+        stop_ids: bool,
         max_seq_len: int | None,
         download: Callable[[str, Path], Path],
-        open_at: Callable[[CheckpointRef], TogetherSession],
+        open_at: Callable[[CheckpointRef], RemoteSession],
+        delete: Callable[[str], None],
+        leases: Leases,
         on_close: Callable[[], None],
     ) -> None:
         """
@@ -64,11 +65,13 @@ class TogetherSession:
             lora: the adapter; None = full weights.
             queue: of its operations.
             at: checkpoint whose weights it begins with.
-            own_losses: use the losses of the service where they mean the same.
-            has_generator: whether the resource samples.
+            losses: of the service that may be used, by our names; empty = two passes for all.
+            stop_ids: whether the service stops at token ids.
             max_seq_len: tokens that a row may have; None = not known.
-            download: writes an inference checkpoint into a folder; returns it.
-            open_at: opens another session at a checkpoint.
+            download: writes weights that were saved for it into a folder; returns it.
+            open_at: opens another session at a checkpoint, to download it.
+            delete: deletes a checkpoint, by its place; one that is gone is no error.
+            leases: of its checkpoints.
             on_close: called once.
         """
         self.name = name
@@ -78,11 +81,13 @@ class TogetherSession:
         """Calls that change the weights or are on the way to it."""
         self._at = (at, 0)
         """A checkpoint, and the number of such calls before it."""
-        self._own_losses = own_losses
-        self._has_generator = has_generator
+        self._losses = losses
+        self._stop_ids = stop_ids
         self._max_seq_len = max_seq_len
         self._download = download
         self._open_at = open_at
+        self._delete = delete
+        self._leases = leases
         self._on_close = on_close
         self._closed = False
         self._said: set[str] = set()
@@ -90,10 +95,10 @@ class TogetherSession:
         self._published: Start | None = None
         self._moved = False
         """The weights have changed since the last publish that is settled."""
-        self._generator: Callable[[], TogetherGenerator | None] = lambda: None
+        self._generator: Callable[[], RemoteGenerator | None] = lambda: None
 
     @property
-    def trainable_parameters(self) -> None:
+    def trainable_parameters(self) -> int | None:
         return None
 
     def forward(self, data: Sequence[Datum]) -> Future[list[Tensor]]:
@@ -101,12 +106,12 @@ class TogetherSession:
 
         async def start(link: Link) -> Finish:
             self._check(rows)
-            sent = await link.forward(rows)
+            finish_forward = await link.forward(rows)
 
             async def finish() -> list[Tensor]:
                 import torch
 
-                found = logprobs_in([await each.output() for each in sent], rows)
+                found = _logprobs_of(rows, await finish_forward())
                 return [
                     torch.from_numpy(np.where(marks_of(datum) != 0, each, np.float32(math.nan)))
                     for datum, each in zip(rows, found, strict=True)
@@ -127,7 +132,8 @@ class TogetherSession:
 
         async def start(link: Link) -> Finish:
             self._check(rows)
-            size = MAX_ROWS // rows_per_unit * rows_per_unit
+            units = max(1, (link.max_rows or len(rows)) // rows_per_unit)
+            size = units * rows_per_unit
             parts = [rows[first : first + size] for first in range(0, len(rows), size)]
             finishes = [
                 await self._start_part(link, part, loss_fn, rows_per_unit) for part in parts
@@ -146,15 +152,8 @@ class TogetherSession:
         return self._queue.call(Operation("forward_backward", start, changes=True))
 
     def optim_step(self, params: OptimizerParams) -> Future[Metrics]:
-        arguments = optimizer_arguments(params)
-
         async def start(link: Link) -> Finish:
-            sent = await link.small("optim_step", **arguments)
-
-            async def finish() -> Metrics:
-                return metrics_of_step(await sent.output())
-
-            return finish
+            return await link.optim_step(params)
 
         def settled(metrics: Metrics) -> Metrics:
             self._moved = True
@@ -166,23 +165,23 @@ class TogetherSession:
     def publish_weights(self) -> Future[Generator]:
         self._publishes += 1
         version = self._publishes
-        weights = [0]
+        published: list[Any] = [None]
 
         async def start(link: Link) -> Finish:
-            self._check_samples()
-            sent = await link.small("weights_sync", weight_sync_type=SYNCHRONOUS)
+            finish_publish = await link.publish()
 
             async def finish() -> None:
-                weights[0] = int((await sent.output()).weights_version)
+                published[0] = await finish_publish()
 
             return finish
 
-        def settled(_: None) -> TogetherGenerator:
-            generator = TogetherGenerator(
+        def settled(_: None) -> RemoteGenerator:
+            generator = RemoteGenerator(
                 version,
                 self._queue,
-                weights_version=lambda: weights[0],
+                published=lambda: published[0],
                 newest=lambda: self._publishes,
+                stop_ids=self._stop_ids,
             )
             self._moved, self._published = False, start
             self._generator = weakref.ref(generator)
@@ -191,20 +190,17 @@ class TogetherSession:
         return self._queue.call(Operation("publish_weights", start, changes=True, settled=settled))
 
     def save(self, name: str) -> Future[CheckpointRef]:
+        self._leases.renew_old()
         num_changes = self._num_changes
 
         async def start(link: Link) -> Finish:
-            sent = await link.small("training_checkpoint")
+            return await link.save(name)
 
-            async def finish() -> str:
-                return (await sent.output()).checkpoint.id
-
-            return finish
-
-        def settled(checkpoint_id: str) -> CheckpointRef:
-            self._at = (checkpoint_id, num_changes)
-            self._move_base(checkpoint_id)
-            return CheckpointRef(name=name, location=checkpoint_id, has_optimizer=True)
+        def settled(location: str) -> CheckpointRef:
+            self._at = (location, num_changes)
+            self._leases.begin(location)
+            self._move_base(location)
+            return CheckpointRef(name=name, location=location, has_optimizer=True)
 
         return self._queue.call(Operation("save", start, changes=False, settled=settled))
 
@@ -227,19 +223,16 @@ class TogetherSession:
                 other.close()
 
         async def start(link: Link) -> Finish:
-            sent = await link.small("inference_checkpoint")
+            return await link.save_for_download(ref.name)
 
-            async def finish() -> str:
-                return (await sent.output()).checkpoint.id
-
-            return finish
-
+        self._leases.renew(ref.location)
         made: Future[str] = self._queue.call(Operation("export", start, changes=False))
         return self._download(made.result(), directory)
 
     def discard(self, ref: CheckpointRef) -> None:
-        """Does nothing: the service has no call that deletes a checkpoint."""
-        del ref
+        """Deletes a checkpoint, as far as the service has a call that does."""
+        self._leases.end(ref.location)
+        self._delete(ref.location)
 
     def close(self) -> None:
         if self._closed:
@@ -251,31 +244,27 @@ class TogetherSession:
     async def _start_part(
         self, link: Link, rows: list[Datum], loss_fn: LossFn, rows_per_unit: int
     ) -> Finish:
-        own = built_in(loss_fn, rows) if self._own_losses else None
-        self._say_way(loss_fn, own.config["type"] if own else None)
+        own = built_in(loss_fn, rows, self._losses)
+        self._say_way(loss_fn, own.name if own else None)
         if own is not None:
-            sent = await link.forward_backward(own.config, own.samples)
+            finish_pass = await link.forward_backward(own, rows)
 
             async def finish_own() -> Metrics:
-                output = await sent.output()
-                logprobs = logprobs_in([output], rows)
+                found: Pass = await finish_pass()
+                logprobs = _logprobs_of(rows, found.logprobs)
                 metrics = await asyncio.to_thread(evaluated, rows, logprobs, loss_fn)
-                self._compare(loss_fn, output.loss, metrics["loss"])
+                self._compare(loss_fn, found.loss, metrics["loss"])
                 return metrics
 
             return finish_own
-        outputs = [await each.output() for each in await link.forward(rows)]
+        logprobs = _logprobs_of(rows, await (await link.forward(rows))())
         gradients, metrics = await asyncio.to_thread(
-            differentiated,
-            rows,
-            logprobs_in(outputs, rows),
-            loss_fn,
-            rows_per_unit=rows_per_unit,
+            differentiated, rows, logprobs, loss_fn, rows_per_unit=rows_per_unit
         )
-        custom = await link.custom_forward_backward(forward_samples(rows), gradients)
+        finish_backward = await link.backward(rows, gradients)
 
         async def finish_custom() -> Metrics:
-            await custom.output()
+            await finish_backward()
             return metrics
 
         return finish_custom
@@ -296,8 +285,8 @@ class TogetherSession:
             )
         self._queue.note("loss_computed", text, shown=inexact, loss=name, way=kind or "two_passes")
 
-    def _compare(self, loss_fn: LossFn, theirs: float, ours: float) -> None:
-        if not differs(theirs, ours) or "differs" in self._said:
+    def _compare(self, loss_fn: LossFn, theirs: float | None, ours: float) -> None:
+        if theirs is None or not differs(theirs, ours) or "differs" in self._said:
             return
         self._said.add("differs")
         self._queue.note(
@@ -317,13 +306,6 @@ class TogetherSession:
         again = [self._published] if sampling and self._published is not None else []
         self._queue.move_base(checkpoint_id, again)
 
-    def _check_samples(self) -> None:
-        if not self._has_generator:
-            raise ConfigError(
-                "this resource trains only; for samples set backend.generator_replicas=1, or "
-                "samples.num_prompts=0 for none"
-            )
-
     def _check(self, data: Sequence[Datum]) -> None:
         for row, datum in enumerate(data):
             if self._max_seq_len is not None and datum.num_scored > self._max_seq_len:
@@ -338,34 +320,15 @@ class TogetherSession:
                 )
 
 
-def metrics_of_step(output: Any) -> Metrics:
-    """What our server tells of an optimizer step; the hosted service only numbers it."""
-    metrics = (output.model_extra or {}).get("metrics") or {}
-    return {name: float(value) for name, value in metrics.items()}
+def _logprobs_of(data: Sequence[Datum], found: list[FloatArray]) -> list[FloatArray]:
+    """What came back, if it is as long as the rows.
 
-
-def optimizer_arguments(params: OptimizerParams) -> dict[str, Any]:
-    """Every setting of a step as the service takes it; its defaults are none of ours."""
-    if isinstance(params, MuonParams):
-        return {
-            "muon_params": {
-                "learning_rate": params.learning_rate,
-                "momentum": params.momentum,
-                "newton_schulz_steps": params.newton_schulz_steps,
-                "weight_decay": params.weight_decay,
-                "grad_clip_norm": params.max_grad_norm,
-                "adam": _adam(params.adam),
-            }
-        }
-    return {"adam_params": _adam(params)}
-
-
-def _adam(params: AdamParams) -> dict[str, float]:
-    return {
-        "learning_rate": params.learning_rate,
-        "beta1": params.beta1,
-        "beta2": params.beta2,
-        "eps": params.eps,
-        "weight_decay": params.weight_decay,
-        "grad_clip_norm": params.max_grad_norm,
-    }
+    Raises:
+        RemoteError: it is not.
+    """
+    if [len(each) for each in found] != [datum.num_scored for datum in data]:
+        raise broken_answer(
+            f"the service returned log-probs of {len(found)} rows for {len(data)}, or of other "
+            "lengths"
+        )
+    return found

@@ -16,17 +16,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
-from tunebook.backends.together.failures import RemoteError, StalledError
-from tunebook.backends.together.link import Link
-from tunebook.backends.together.loop import LoopThread
+from tunebook.backends.remote.failures import RemoteError, StalledError
+from tunebook.backends.remote.link import Finish, Link
+from tunebook.backends.remote.loop import LoopThread
 from tunebook.errors import BackendError, TunebookError
 from tunebook.notices import Notes, notice
 
 T = TypeVar("T")
-Finish = Callable[[], Awaitable[Any]]
-"""Waits for an operation that was submitted and returns its value."""
-Start = Callable[[Link], Awaitable[Finish]]
-"""Submits an operation to a session."""
+LinkT = TypeVar("LinkT", bound=Link)
+Start = Callable[[Any], Awaitable[Finish]]
+"""Submits an operation to a session, given its link."""
 
 STATUS_EVERY_S = 60.0
 LOOK_EVERY_S = 1.0
@@ -53,7 +52,7 @@ class Operation:
 class RemoteFuture(Generic[T]):
     """The result of an operation that was submitted, or is going to be."""
 
-    def __init__(self, queue: RemoteQueue, operation: Operation) -> None:
+    def __init__(self, queue: RemoteQueue[Any], operation: Operation) -> None:
         self._queue = queue
         self._operation = operation
 
@@ -63,17 +62,17 @@ class RemoteFuture(Generic[T]):
         return cast(T, self._operation.outcome.result())
 
 
-class RemoteQueue:
+class RemoteQueue(Generic[LinkT]):
     """Submits and settles the operations of one session, on the loop of the backend."""
 
     def __init__(
         self,
         name: str,
-        link: Link,
+        link: LinkT,
         loop: LoopThread,
         notes: Notes,
         *,
-        reopen: Callable[[str | None, bool], Awaitable[Link]],
+        reopen: Callable[[str | None, bool], Awaitable[LinkT]],
         base: tuple[str | None, bool],
         recover: int,
         stall_timeout: float | None,

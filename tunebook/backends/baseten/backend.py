@@ -1,0 +1,422 @@
+"""Training and sampling on Baseten Loops, each session a run of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tunebook.backends.base import Capabilities
+from tunebook.backends.baseten.capacity import Patience
+from tunebook.backends.baseten.catalogue import Catalogue, not_on_service
+from tunebook.backends.baseten.dialect import LIVE, NONE, PINNED, LoopsDialect
+from tunebook.backends.baseten.failures import translated
+from tunebook.backends.baseten.run import owned_run
+from tunebook.backends.baseten.sdk import leave_own_loop, loops_sdk
+from tunebook.backends.baseten.service import BasetenService
+from tunebook.backends.remote.client import CROSS_ENTROPY, ClientLink
+from tunebook.backends.remote.export import TokenizerSource, alpha_of, note_other_alpha
+from tunebook.backends.remote.lease import Leases
+from tunebook.backends.remote.loop import LoopThread
+from tunebook.backends.remote.losses import ServiceLoss
+from tunebook.backends.remote.queue import RemoteQueue
+from tunebook.backends.remote.session import RemoteSession
+from tunebook.errors import BackendError, ConfigError
+from tunebook.notices import Notes
+from tunebook.resources import Ledger
+from tunebook.runs.attempts import shielded
+from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
+
+AUTO, TWO_PASSES = "auto", "two_passes"
+SAME_MEANING = {CROSS_ENTROPY: ServiceLoss(CROSS_ENTROPY, {})}
+"""The service's policy losses are divided by tokens that it does not define, so they are not ours;
+its cross-entropy can be had as a sum."""
+SAMPLERS = (PINNED, LIVE, NONE)
+SCOPES = ("default", "serverless", "team", "deployment")
+
+
+@dataclass(eq=False)
+class OpenRun:
+    """A run with what is open for it."""
+
+    stack: ExitStack
+    """Deactivates the run when it is closed; not on the loop."""
+    link: ClientLink
+
+
+class BasetenBackend:
+    """Runs of one base model; see `tunebook.backends.base.Backend`.
+
+    A session makes a run, and closing it deactivates the run: a dedicated one bills until then.
+    """
+
+    def __init__(
+        self,
+        *,
+        service_model: str,
+        model: str,
+        base_url: str | None = None,
+        scope: str | None = None,
+        sampler: str = PINNED,
+        losses: str = AUTO,
+        lora_alpha: float = 32.0,
+        max_runs: int = 4,
+        max_seq_len: int | None = None,
+        ready_timeout: float = 3600.0,
+        submit_timeout: float = 120.0,
+        stall_timeout: float | None = None,
+        recover: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        allow_pickle: bool = False,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """Checks the settings; nothing is asked of the service.
+
+        Args:
+            service_model: as the service calls the model.
+            model: as in `tunebook.models.resolve_model`; its tokenizer goes with what is exported.
+            base_url: None = `LOOPS_BASE_URL`, else the hosted service.
+            scope: where trainers run: default, serverless, team or deployment (one of its own);
+                None = `BASETEN_LOOPS_SCOPE`, else as the organization has it.
+            sampler: pinned = every publish samples from a checkpoint of its own; live = from the
+                run's newest weights; none = no sampler is made.
+            losses: auto = those of the service where they mean the same, two_passes = none of them.
+            lora_alpha: of the service's adapters, which has no such option and does not say.
+            max_runs: runs that may be open at a time, each with a trainer of its own.
+            max_seq_len: tokens that a run has to take; None = as many as the model does there.
+            ready_timeout: seconds that a trainer or sampler may take to be ready.
+            submit_timeout: seconds, about, that a request is tried again which the service refuses
+                with HTTP 400, 404, 408 or 502.
+            stall_timeout: seconds without any progress after which waiting ends; None = never.
+            recover: times that a lost run is replaced from its last checkpoint.
+            revision: of the tokenizer on its hub.
+            trust_remote_code: allow its repository's own Python code.
+            allow_pickle: not used; no weights are loaded here.
+            tokenizer: of another model; None = the model's own.
+            chat_template: as in `tunebook.models.load_tokenizer`.
+
+        Raises:
+            ConfigError: a value that is not allowed, or the package or the key is missing.
+        """
+        del allow_pickle
+        _check_choice("losses", losses, (AUTO, TWO_PASSES))
+        _check_choice("sampler", sampler, SAMPLERS)
+        if scope is not None:
+            _check_choice("scope", scope, SCOPES)
+        _check_above_0(
+            lora_alpha=lora_alpha,
+            max_runs=max_runs,
+            ready_timeout=ready_timeout,
+            submit_timeout=submit_timeout,
+            stall_timeout=stall_timeout,
+        )
+        if recover < 0:
+            raise ConfigError(f"backend.recover={recover}: must be at least 0")
+        loops_sdk()
+        self._service = BasetenService(base_url)
+        self._catalogue = Catalogue(self._service, service_model)
+        self._service_model = service_model
+        self._scope = scope
+        self._sampler = sampler
+        self._losses = SAME_MEANING if losses == AUTO else {}
+        self._lora_alpha = lora_alpha
+        self._max_runs = max_runs
+        self._max_seq_len = max_seq_len
+        self._ready_timeout = ready_timeout
+        self._submit_timeout = submit_timeout
+        self._stall_timeout = stall_timeout
+        self._recover = recover
+        self._tokenizer = TokenizerSource(
+            tokenizer or model, revision, chat_template, trust_remote_code
+        )
+        self._notes = Notes()
+        self._loop: LoopThread | None = None
+        self._sessions: dict[str, RemoteSession] = {}
+        self._opening = threading.RLock()
+        self._num_recovering = 0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What Loops has of everything, and how long rows may be there."""
+        return Capabilities(
+            max_sessions=self._max_runs,
+            has_generator=self._sampler != NONE,
+            full_weight=False,
+            optimizers=frozenset({"adamw"}),
+            losses=None,
+            max_seq_len=self._catalogue.max_seq_len(),
+            temperature=False,
+            bills=True,
+            files=False,
+            lora_alpha=self._lora_alpha,
+            lora_dropout=False,
+        )
+
+    def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
+        checked = self._checked(lora)
+        self._catalogue.max_seq_len()
+        if start is not None:
+            self._catalogue.check_start(start, checked)
+        return None
+
+    def estimate(self, workload: Workload) -> Estimate:
+        num_batches = -(-len(workload.lengths) // workload.batch_size)
+        train_tokens = round(sum(workload.lengths) * workload.planned_steps / max(1, num_batches))
+        return Estimate(
+            seconds=None,
+            train_tokens=train_tokens,
+            peak_memory_bytes=None,
+            price=None,
+            basis="the service bills tokens (serverless) or the time of a trainer (dedicated) and "
+            "has no call that tells a price",
+        )
+
+    def open_session(
+        self,
+        name: str,
+        lora: LoraConfig | None,
+        *,
+        directory: Path,
+        restore: CheckpointRef | None = None,
+        with_optimizer: bool = True,
+    ) -> RemoteSession:
+        checked = self._checked(lora)
+        if restore is not None and restore.path.is_absolute():
+            raise not_on_service(restore)
+        with self._opening:
+            if self._closed:
+                raise BackendError("this backend is closed")
+            if name in self._sessions:
+                raise BackendError(f"a session called {name!r} is open already; give another name")
+            base = (restore.location if restore else None, with_optimizer)
+            session = self._open(name, checked, directory, base)
+            self._sessions[name] = session
+            return session
+
+    def close(self) -> None:
+        """Deactivates all runs that are open."""
+        if self._closed:
+            return
+        self._closed = True
+        with shielded(), ExitStack() as stack:  # a second Ctrl-C waits for it
+            if self._loop is not None:
+                stack.callback(self._loop.close)
+            stack.callback(self._notes.say)
+            for session in list(self._sessions.values()):
+                stack.callback(session.close)
+
+    def _open(
+        self, name: str, lora: LoraConfig, directory: Path, base: tuple[str | None, bool]
+    ) -> RemoteSession:
+        loop = self._loop = self._loop or LoopThread()
+        run = str(directory.parent)
+        opened = [self._open_run(name, lora, run, base, loop)]
+
+        async def reopen(place: str | None, with_optimizer: bool) -> ClientLink:
+            def replace() -> OpenRun:
+                opened.pop().stack.close()
+                return self._open_run(name, lora, run, (place, with_optimizer), loop)
+
+            self._num_recovering += 1
+            try:
+                opened.append(await asyncio.to_thread(replace))
+            finally:
+                self._num_recovering -= 1
+            return opened[0].link
+
+        queue = RemoteQueue(
+            name,
+            opened[0].link,
+            loop,
+            self._notes,
+            reopen=reopen,
+            base=base,
+            recover=self._recover,
+            stall_timeout=self._stall_timeout,
+        )
+
+        def open_at(ref: CheckpointRef) -> RemoteSession:
+            return self.open_session(
+                f"{name} at {ref.name}",
+                lora,
+                directory=directory,
+                restore=ref,
+                with_optimizer=False,
+            )
+
+        return RemoteSession(
+            name,
+            lora,
+            queue,
+            at=base[0],
+            losses=self._losses,
+            stop_ids=True,
+            max_seq_len=self._catalogue.max_seq_len(),
+            download=lambda place, directory: self._download(
+                opened[0].link.client, place, directory
+            ),
+            open_at=open_at,
+            delete=lambda place: None,  # the service has no call that does
+            leases=Leases(None, lambda place: None),
+            on_close=lambda: self._end(name, opened),
+        )
+
+    def _end(self, name: str, opened: list[OpenRun]) -> None:
+        """Deactivates the run of a session."""
+        self._sessions.pop(name, None)
+        with shielded():
+            for one in opened:
+                one.stack.close()
+            self._notes.say()
+
+    def _open_run(
+        self,
+        name: str,
+        lora: LoraConfig,
+        run: str,
+        base: tuple[str | None, bool],
+        loop: LoopThread,
+    ) -> OpenRun:
+        """A ready run with the weights of a checkpoint, or fresh ones; not called on the loop."""
+        place, with_optimizer = base
+        with ExitStack() as stack:
+            client = stack.enter_context(self._owned_client(name, lora, run))
+            leave_own_loop(client)
+            dialect = LoopsDialect(
+                sampler=self._sampler,
+                fresh=place is None,
+                submit_timeout=self._submit_timeout,
+                ready_timeout=self._ready_timeout,
+                say=self._say,
+            )
+            stack.callback(_close_clients, client, dialect, loop)
+            if place is not None:
+                call = "load_state_with_optimizer" if with_optimizer else "load_state"
+                loop.run(_load(client, dialect, call, place))
+            link = ClientLink(client, dialect, session_id=client.run_id)
+            return OpenRun(stack.pop_all(), link)
+
+    def _owned_client(self, name: str, lora: LoraConfig, run: str) -> AbstractContextManager[Any]:
+        """The training client of a new run, in a Loops session of its own."""
+        service = self._patiently(
+            f"a Loops session for session {name!r}",
+            lambda: loops_sdk().ServiceClient(
+                api_key=self._service.api_key, base_url=self._service.base_url
+            ),
+        )
+
+        def create() -> Any:
+            what = f"a trainer for session {name!r} (Loops session {service.session_id})"
+            self._say(f"waiting for {what}")
+            return self._patiently(
+                what,
+                lambda: service.create_lora_training_client(
+                    self._service_model,
+                    rank=lora.rank,
+                    seed=lora.seed,
+                    max_seq_len=self._max_seq_len,
+                    ready_timeout=self._ready_timeout,
+                    name=name,
+                    scope=self._scope,
+                ),
+            )
+
+        return owned_run(
+            Ledger.of_user(),
+            self._service,
+            {"session_id": service.session_id, "base_model": self._service_model},
+            create,
+            run=run,
+            say=self._say,
+        )
+
+    def _patiently(self, what: str, make: Callable[[], Any]) -> Any:
+        """What a call makes; where the shared pool is full, it is called again later."""
+        patience = Patience(self._say)
+        while True:
+            with translated(what):
+                try:
+                    return make()
+                except Exception as error:
+                    wait_s = patience.wait_s(error, what)
+            time.sleep(wait_s)
+
+    def _say(self, text: str) -> None:
+        self._notes.add("resource", text)
+        if not self._num_recovering:  # else whoever waits for the session says it
+            self._notes.say()
+
+    def _checked(self, lora: LoraConfig | None) -> LoraConfig:
+        """The adapter as the service makes it.
+
+        Raises:
+            ConfigError: it has none like this.
+        """
+        if lora is None:
+            raise ConfigError("lora=null: the service trains adapters only")
+        if lora.rank < 1:
+            raise ConfigError(f"lora.rank={lora.rank}: must be at least 1")
+        if lora.target_modules != "all-linear":
+            raise ConfigError(
+                f"lora.target_modules={lora.target_modules}: the service chooses the layers; use "
+                "all-linear"
+            )
+        return replace(lora, alpha=self._lora_alpha, rslora=False, dropout=0.0)
+
+    def _download(self, client: Any, place: str, directory: Path) -> Path:
+        """The folder, with what a checkpoint for samplers is made of and the tokenizer."""
+        found = self._catalogue.checkpoint(place)
+        with translated(f"download of {place}"), self._tokenizer.completing(directory) as folder:
+            landed = client.download_checkpoint(found.id, dest_dir=str(folder)).dest_dir
+            if landed != folder:  # a volume keeps its own paths
+                for file in landed.iterdir():
+                    file.rename(folder / file.name)
+                shutil.rmtree(folder / landed.relative_to(folder).parts[0])
+            alpha = alpha_of(folder)
+        note_other_alpha(self._notes, directory, alpha, expected=self._lora_alpha)
+        return directory
+
+
+def _close_clients(client: Any, dialect: LoopsDialect, loop: LoopThread) -> None:
+    """Ends the connections of a run, those on the loop and the SDK's own."""
+    loop.run(dialect.aclose())
+    loop.run(client.aclose())
+    client.close()
+
+
+async def _load(client: Any, dialect: LoopsDialect, call: str, place: str) -> None:
+    with translated(f"{call} of {place}"):
+        await (await dialect.submit(client, call, place))
+
+
+def _check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"backend.{key}={value}: must be one of {', '.join(allowed)}")
+
+
+def _check_above_0(**values: float | None) -> None:
+    for key, value in values.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"backend.{key}={value}: must be above 0")

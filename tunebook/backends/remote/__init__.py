@@ -1,0 +1,1 @@
+"""What the backends of all services share: queues, losses in two passes, sessions."""

@@ -1,0 +1,42 @@
+"""Checkpoints that a service deletes after a time, kept from it while a run still has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Leases:
+    """The checkpoints of one session that expire, and when they were last renewed."""
+
+    def __init__(self, ttl: int | None, renew: Callable[[str], None]) -> None:
+        """
+        Args:
+            ttl: seconds that a checkpoint is kept; None = it does not expire.
+            renew: gives a checkpoint, by its place, that time anew.
+        """
+        self._ttl = ttl
+        self._renew = renew
+        self._renewed_at: dict[str, float] = {}
+
+    def begin(self, place: str) -> None:
+        """Watches over a checkpoint that was saved just now."""
+        self._renewed_at[place] = time.monotonic()
+
+    def end(self, place: str) -> None:
+        """Lets a checkpoint expire."""
+        self._renewed_at.pop(place, None)
+
+    def renew(self, place: str) -> None:
+        """Renews a checkpoint now, such as the one that a run ends with or begins from."""
+        if self._ttl is not None:
+            self._renew(place)
+            self._renewed_at[place] = time.monotonic()
+
+    def renew_old(self) -> None:
+        """Renews those that half of their time has passed of; called where a run saves."""
+        if self._ttl is None:
+            return
+        old_at = time.monotonic() - self._ttl / 2
+        for place in [place for place, at in self._renewed_at.items() if at <= old_at]:
+            self.renew(place)
