@@ -106,3 +106,27 @@ def test_a_checkout_runs_without_being_installed(tmp_path):
         TUNEBOOK_HOME=str(tmp_path / "home"),
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_of_torch_do_not_spin_for_long(given, found):
+    """The setting counts when torch is loaded, so it has to be there before, whatever is imported."""
+    code = (
+        "import os, sys\n"
+        "class Look:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': print(os.environ.get('GOMP_SPINCOUNT'))\n"
+        "sys.meta_path.insert(0, Look())\n"
+        "from recipes import sft\n"
+        "import torch\n"
+    )
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **given}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:1] == [str(found)]
