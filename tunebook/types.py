@@ -170,6 +170,12 @@ class Workload:
     scored_lengths: Sequence[int] = ()
     """Tokens of every row that goes forward once before training, for a reference policy."""
 
+    @property
+    def train_tokens(self) -> int:
+        """Tokens through forward and backward over the whole plan."""
+        num_batches = -(-len(self.lengths) // self.batch_size)
+        return round(sum(self.lengths) * self.planned_steps / max(1, num_batches))
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:

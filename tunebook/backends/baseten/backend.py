@@ -182,11 +182,9 @@ class BasetenBackend:
         return None
 
     def estimate(self, workload: Workload) -> Estimate:
-        num_batches = -(-len(workload.lengths) // workload.batch_size)
-        train_tokens = round(sum(workload.lengths) * workload.planned_steps / max(1, num_batches))
         return Estimate(
             seconds=None,
-            train_tokens=train_tokens,
+            train_tokens=workload.train_tokens,
             peak_memory_bytes=None,
             price=None,
             basis="the service bills tokens (serverless) or the time of a trainer (dedicated) and "

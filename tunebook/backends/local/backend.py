@@ -257,7 +257,7 @@ class LocalBackend:
         if not workload.sample or not workload.lengths:
             return Estimate(
                 seconds=None,
-                train_tokens=probe.train_tokens(workload),
+                train_tokens=workload.train_tokens,
                 peak_memory_bytes=None,
                 price=None,
                 basis="not measured: the workload names no rows to measure",

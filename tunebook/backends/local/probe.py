@@ -81,7 +81,7 @@ def extrapolate(
     seconds = training_s + forward_computed * measured.forward_s / sample_tokens
     return Estimate(
         seconds=seconds,
-        train_tokens=train_tokens(workload),
+        train_tokens=workload.train_tokens,
         peak_memory_bytes=measured.peak_memory_bytes,
         price=None,
         basis=(
@@ -92,12 +92,6 @@ def extrapolate(
             + ("" if measured.peak_memory_bytes is None else "; memory is the peak of that step")
         ),
     )
-
-
-def train_tokens(workload: Workload) -> int:
-    """Tokens through forward and backward over the whole plan."""
-    num_batches = -(-len(workload.lengths) // workload.batch_size)
-    return round(sum(workload.lengths) * workload.planned_steps / max(1, num_batches))
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:

@@ -180,11 +180,9 @@ class TinkerBackend:
         Raises:
             ConfigError: it is above `max_cost`.
         """
-        num_batches = -(-len(workload.lengths) // workload.batch_size)
-        train_tokens = round(sum(workload.lengths) * workload.planned_steps / max(1, num_batches))
         price, basis = None, "the service bills tokens; backend.price_per_million_tokens is null"
         if self._price is not None:
-            price = train_tokens * self._price / 1e6
+            price = workload.train_tokens * self._price / 1e6
             basis = (
                 f"{self._price:g} USD a million tokens (backend.price_per_million_tokens); "
                 "evaluation and sampling are not counted, nor a second pass over rows whose loss "
@@ -197,7 +195,7 @@ class TinkerBackend:
             )
         return Estimate(
             seconds=None,
-            train_tokens=train_tokens,
+            train_tokens=workload.train_tokens,
             peak_memory_bytes=None,
             price=price,
             basis=basis,

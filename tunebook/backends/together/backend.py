@@ -216,11 +216,9 @@ class TogetherBackend:
         Raises:
             ConfigError: it is above `max_cost`.
         """
-        num_batches = -(-len(workload.lengths) // workload.batch_size)
-        train_tokens = round(sum(workload.lengths) * workload.planned_steps / max(1, num_batches))
         forward = workload.num_evaluations * sum(workload.eval_lengths)
         forward += sum(workload.scored_lengths)
-        seconds = (train_tokens + forward / 3) / self._tokens_per_second
+        seconds = (workload.train_tokens + forward / 3) / self._tokens_per_second
         price, currency = self._catalogue.price_per_hour(workload.lora is not None)
         cost = price * seconds / 3600
         basis = (
@@ -235,7 +233,7 @@ class TogetherBackend:
             )
         return Estimate(
             seconds=seconds,
-            train_tokens=train_tokens,
+            train_tokens=workload.train_tokens,
             peak_memory_bytes=None,
             price=cost if currency == "USD" else None,
             basis=basis,
