@@ -98,7 +98,7 @@ def test_what_the_service_lacks_is_refused_in_prepare(server, tmp_path):
         ({"lora__rank": 10_000}, "the service takes"),
         ({"max_seq_len": 100_000}, "takes at most"),
         ({"backend__model": "somebody/else"}, "the service does not train it"),
-        ({"backend__losses": "none"}, "auto or two_passes"),
+        ({"backend__losses": "none"}, "one of auto, two_passes"),
         ({"optimizer__kind": "muon"}, "muon"),
     ):
         with pytest.raises(ConfigError, match=match):

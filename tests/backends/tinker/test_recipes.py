@@ -121,7 +121,7 @@ def test_what_the_service_lacks_is_said_or_refused_in_prepare(tinker_server, tmp
         ({"lora": None}, "adapters only"),
         ({"max_seq_len": 100_000}, "takes at most"),
         ({"backend__model": "somebody/else"}, "the service does not train it"),
-        ({"backend__losses": "none"}, "auto or two_passes"),
+        ({"backend__losses": "none"}, "one of auto, two_passes"),
         ({"backend__sampler": "frozen"}, "snapshot, live"),
         ({"backend__checkpoint_ttl": 60}, "at least 3600"),
         ({"backend__max_cost": 1.0}, "price_per_million_tokens"),

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tunebook.backends.base import Capabilities
 from tunebook.backends.baseten.capacity import Patience
-from tunebook.backends.baseten.catalogue import Catalogue, not_on_service
+from tunebook.backends.baseten.catalogue import PLACE_EXAMPLE, Catalogue
 from tunebook.backends.baseten.dialect import LIVE, NONE, PINNED, LoopsDialect
 from tunebook.backends.baseten.failures import translated
 from tunebook.backends.baseten.run import owned_run
 from tunebook.backends.baseten.sdk import leave_own_loop, loops_sdk
 from tunebook.backends.baseten.service import BasetenService
+from tunebook.backends.remote.backend import Base, RemoteBackend
 from tunebook.backends.remote.client import CROSS_ENTROPY, ClientLink
 from tunebook.backends.remote.export import TokenizerSource, alpha_of, note_other_alpha
 from tunebook.backends.remote.lease import Leases
@@ -29,13 +27,19 @@ from tunebook.backends.remote.loop import LoopThread
 from tunebook.backends.remote.losses import ServiceLoss
 from tunebook.backends.remote.queue import RemoteQueue
 from tunebook.backends.remote.session import RemoteSession
-from tunebook.errors import BackendError, ConfigError
+from tunebook.backends.remote.settings import (
+    AUTO,
+    LOSSES,
+    check_above_0,
+    check_at_least_0,
+    check_choice,
+)
+from tunebook.errors import ConfigError
 from tunebook.notices import Notes
 from tunebook.resources import Ledger
 from tunebook.runs.attempts import shielded
 from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
 
-AUTO, TWO_PASSES = "auto", "two_passes"
 SAME_MEANING = {CROSS_ENTROPY: ServiceLoss(CROSS_ENTROPY, {})}
 """The service's policy losses are divided by tokens that it does not define, so they are not ours;
 its cross-entropy can be had as a sum."""
@@ -52,7 +56,7 @@ class OpenRun:
     link: ClientLink
 
 
-class BasetenBackend:
+class BasetenBackend(RemoteBackend):
     """Runs of one base model; see `tunebook.backends.base.Backend`.
 
     A session makes a run, and closing it deactivates the run: a dedicated one bills until then.
@@ -109,19 +113,19 @@ class BasetenBackend:
             ConfigError: a value that is not allowed, or the package or the key is missing.
         """
         del allow_pickle
-        _check_choice("losses", losses, (AUTO, TWO_PASSES))
-        _check_choice("sampler", sampler, SAMPLERS)
+        super().__init__(place_example=PLACE_EXAMPLE)
+        check_choice("losses", losses, LOSSES)
+        check_choice("sampler", sampler, SAMPLERS)
         if scope is not None:
-            _check_choice("scope", scope, SCOPES)
-        _check_above_0(
+            check_choice("scope", scope, SCOPES)
+        check_above_0(
             lora_alpha=lora_alpha,
             max_runs=max_runs,
             ready_timeout=ready_timeout,
             submit_timeout=submit_timeout,
             stall_timeout=stall_timeout,
         )
-        if recover < 0:
-            raise ConfigError(f"backend.recover={recover}: must be at least 0")
+        check_at_least_0(recover=recover)
         loops_sdk()
         self._service = BasetenService(base_url)
         self._catalogue = Catalogue(self._service, service_model)
@@ -141,21 +145,7 @@ class BasetenBackend:
         )
         self._notes = Notes()
         self._loop: LoopThread | None = None
-        self._sessions: dict[str, RemoteSession] = {}
-        self._opening = threading.RLock()
         self._num_recovering = 0
-        self._closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -175,7 +165,7 @@ class BasetenBackend:
         )
 
     def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
-        checked = self._checked(lora)
+        checked = self._adapter(lora)
         self._catalogue.max_seq_len()
         if start is not None:
             self._catalogue.check_start(start, checked)
@@ -191,43 +181,15 @@ class BasetenBackend:
             "has no call that tells a price",
         )
 
-    def open_session(
-        self,
-        name: str,
-        lora: LoraConfig | None,
-        *,
-        directory: Path,
-        restore: CheckpointRef | None = None,
-        with_optimizer: bool = True,
-    ) -> RemoteSession:
-        checked = self._checked(lora)
-        if restore is not None and restore.path.is_absolute():
-            raise not_on_service(restore)
-        with self._opening:
-            if self._closed:
-                raise BackendError("this backend is closed")
-            if name in self._sessions:
-                raise BackendError(f"a session called {name!r} is open already; give another name")
-            base = (restore.location if restore else None, with_optimizer)
-            session = self._open(name, checked, directory, base)
-            self._sessions[name] = session
-            return session
-
-    def close(self) -> None:
-        """Deactivates all runs that are open."""
-        if self._closed:
-            return
-        self._closed = True
-        with shielded(), ExitStack() as stack:  # a second Ctrl-C waits for it
-            if self._loop is not None:
-                stack.callback(self._loop.close)
-            stack.callback(self._notes.say)
-            for session in list(self._sessions.values()):
-                stack.callback(session.close)
+    def _close_shared(self) -> None:
+        self._notes.say()
+        if self._loop is not None:
+            self._loop.close()
 
     def _open(
-        self, name: str, lora: LoraConfig, directory: Path, base: tuple[str | None, bool]
+        self, name: str, lora: LoraConfig | None, directory: Path, base: Base
     ) -> RemoteSession:
+        lora = self._adapter(lora)
         loop = self._loop = self._loop or LoopThread()
         run = str(directory.parent)
         opened = [self._open_run(name, lora, run, base, loop)]
@@ -255,15 +217,6 @@ class BasetenBackend:
             stall_timeout=self._stall_timeout,
         )
 
-        def open_at(ref: CheckpointRef) -> RemoteSession:
-            return self.open_session(
-                f"{name} at {ref.name}",
-                lora,
-                directory=directory,
-                restore=ref,
-                with_optimizer=False,
-            )
-
         return RemoteSession(
             name,
             lora,
@@ -275,7 +228,7 @@ class BasetenBackend:
             download=lambda place, directory: self._download(
                 opened[0].link.client, place, directory
             ),
-            open_at=open_at,
+            open_at=self._opener_at(name, lora, directory),
             delete=lambda place: None,  # the service has no call that does
             leases=Leases(None, lambda place: None),
             on_close=lambda: self._end(name, opened),
@@ -294,7 +247,7 @@ class BasetenBackend:
         name: str,
         lora: LoraConfig,
         run: str,
-        base: tuple[str | None, bool],
+        base: Base,
         loop: LoopThread,
     ) -> OpenRun:
         """A ready run with the weights of a checkpoint, or fresh ones; not called on the loop."""
@@ -366,12 +319,7 @@ class BasetenBackend:
         if not self._num_recovering:  # else whoever waits for the session says it
             self._notes.say()
 
-    def _checked(self, lora: LoraConfig | None) -> LoraConfig:
-        """The adapter as the service makes it.
-
-        Raises:
-            ConfigError: it has none like this.
-        """
+    def _adapter(self, lora: LoraConfig | None) -> LoraConfig:
         if lora is None:
             raise ConfigError("lora=null: the service trains adapters only")
         if lora.rank < 1:
@@ -407,14 +355,3 @@ def _close_clients(client: Any, dialect: LoopsDialect, loop: LoopThread) -> None
 async def _load(client: Any, dialect: LoopsDialect, call: str, place: str) -> None:
     with translated(f"{call} of {place}"):
         await (await dialect.submit(client, call, place))
-
-
-def _check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"backend.{key}={value}: must be one of {', '.join(allowed)}")
-
-
-def _check_above_0(**values: float | None) -> None:
-    for key, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"backend.{key}={value}: must be above 0")

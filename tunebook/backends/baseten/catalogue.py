@@ -6,9 +6,12 @@ import difflib
 from dataclasses import dataclass
 
 from tunebook.backends.baseten.service import BasetenService, NotThere
+from tunebook.backends.remote.places import check_on_service
 from tunebook.errors import CheckpointError, ConfigError
 from tunebook.types import CheckpointRef, LoraConfig
 
+PLACE_EXAMPLE = "bt://loops:<run>/weights/<name>"
+"""What a training checkpoint is called there."""
 TRAINER = "trainer"
 """Target of the checkpoints that a run can begin from."""
 
@@ -86,8 +89,7 @@ class Catalogue:
             CheckpointError: it is not there, or does not fit.
         """
         place = start.location
-        if start.path.is_absolute():
-            raise not_on_service(start)
+        check_on_service(start, PLACE_EXAMPLE)
         found = self.checkpoint(place)
         if found.target not in (None, TRAINER):
             raise CheckpointError(
@@ -100,11 +102,3 @@ class Catalogue:
             raise CheckpointError(
                 f"{place}: it has an adapter of rank {found.rank}, the config asks for {lora.rank}"
             )
-
-
-def not_on_service(ref: CheckpointRef) -> CheckpointError:
-    """What is raised of a checkpoint that is a folder of this machine."""
-    return CheckpointError(
-        f"{ref.location}: the service cannot load a folder of this machine. Start from a run that "
-        "was trained there, or from bt://loops:<run>/weights/<name>"
-    )

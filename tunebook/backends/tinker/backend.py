@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tunebook.backends.base import Capabilities
+from tunebook.backends.remote.backend import Base, RemoteBackend
 from tunebook.backends.remote.client import ClientLink
 from tunebook.backends.remote.export import TokenizerSource, note_other_alpha
 from tunebook.backends.remote.lease import Leases
 from tunebook.backends.remote.loop import LoopThread
 from tunebook.backends.remote.queue import RemoteQueue
 from tunebook.backends.remote.session import RemoteSession
+from tunebook.backends.remote.settings import (
+    AUTO,
+    LOSSES,
+    check_above_0,
+    check_at_least_0,
+    check_choice,
+    check_cost,
+)
 from tunebook.backends.tinker.adapters import lora_options
 from tunebook.backends.tinker.dialect import KINDS, SAME_MEANING, SNAPSHOT
-from tunebook.backends.tinker.service import TinkerService, not_on_service
-from tunebook.errors import BackendError, ConfigError
+from tunebook.backends.tinker.service import PLACE_EXAMPLE, TinkerService
+from tunebook.errors import ConfigError
 from tunebook.notices import Notes
 from tunebook.resources import ServiceError
 from tunebook.runs.attempts import shielded
@@ -28,12 +35,11 @@ from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
 
 MAX_SESSIONS = 16
 """Adapters that this backend trains at once; the service names no limit."""
-AUTO, TWO_PASSES = "auto", "two_passes"
 SHORTEST_TTL_S = 3600
 """Of a checkpoint, by the service."""
 
 
-class TinkerBackend:
+class TinkerBackend(RemoteBackend):
     """The adapters of one session of the service; see `tunebook.backends.base.Backend`.
 
     The session begins when the first adapter is opened, lives by a heartbeat, and is finished when
@@ -87,25 +93,21 @@ class TinkerBackend:
             ConfigError: a value that is not allowed, or the package or the key is missing.
         """
         del allow_pickle
-        if losses not in (AUTO, TWO_PASSES):
-            raise ConfigError(f"backend.losses={losses}: must be {AUTO} or {TWO_PASSES}")
-        if sampler not in KINDS:
-            raise ConfigError(f"backend.sampler={sampler}: must be one of {', '.join(KINDS)}")
+        super().__init__(place_example=PLACE_EXAMPLE)
+        check_choice("losses", losses, LOSSES)
+        check_choice("sampler", sampler, tuple(KINDS))
         if checkpoint_ttl is not None and checkpoint_ttl < SHORTEST_TTL_S:
             raise ConfigError(
                 f"backend.checkpoint_ttl={checkpoint_ttl}: must be at least {SHORTEST_TTL_S} "
                 "seconds, or null to keep checkpoints for good"
             )
-        if recover < 0:
-            raise ConfigError(f"backend.recover={recover}: must be at least 0")
-        for name, value in (
-            ("lora_alpha", lora_alpha),
-            ("stall_timeout", stall_timeout),
-            ("price_per_million_tokens", price_per_million_tokens),
-            ("max_cost", max_cost),
-        ):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"backend.{name}={value}: must be above 0")
+        check_at_least_0(recover=recover)
+        check_above_0(
+            lora_alpha=lora_alpha,
+            stall_timeout=stall_timeout,
+            price_per_million_tokens=price_per_million_tokens,
+            max_cost=max_cost,
+        )
         if max_cost is not None and price_per_million_tokens is None:
             raise ConfigError(
                 "backend.max_cost needs backend.price_per_million_tokens, which the service does "
@@ -128,14 +130,7 @@ class TinkerBackend:
         self._stack = ExitStack()
         self._loop: LoopThread | None = None
         self._client: Any = None
-        self._sessions: dict[str, RemoteSession] = {}
-        self._opening = threading.RLock()
-        """Sweeps open sessions in several threads; all share one client."""
-        self._closed = False
         self._ending = "success"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -145,7 +140,7 @@ class TinkerBackend:
     ) -> None:
         if kind is not None:
             self._ending = "errored" if issubclass(kind, Exception) else "interrupted"
-        self.close()
+        super().__exit__(kind, error, traceback)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -167,9 +162,7 @@ class TinkerBackend:
 
     def check(self, lora: LoraConfig | None, start: CheckpointRef | None) -> int | None:
         self._service.offer()
-        if lora is None:
-            raise ConfigError("lora=null: the service trains adapters only, not full weights")
-        lora_options(lora)
+        lora = self._adapter(lora)
         if start is not None:
             self._service.check_start(start, lora)
         return None
@@ -188,11 +181,7 @@ class TinkerBackend:
                 "evaluation and sampling are not counted, nor a second pass over rows whose loss "
                 "is computed here"
             )
-        if self._max_cost is not None and price is not None and price > self._max_cost:
-            raise ConfigError(
-                f"backend.max_cost={self._max_cost:g}: the run is expected to cost {price:.2f} USD "
-                f"({basis}). Raise it, or plan fewer steps"
-            )
+            check_cost(price, self._max_cost, "USD", basis)
         return Estimate(
             seconds=None,
             train_tokens=workload.train_tokens,
@@ -201,54 +190,30 @@ class TinkerBackend:
             basis=basis,
         )
 
-    def open_session(
-        self,
-        name: str,
-        lora: LoraConfig | None,
-        *,
-        directory: Path,
-        restore: CheckpointRef | None = None,
-        with_optimizer: bool = True,
-    ) -> RemoteSession:
+    def _adapter(self, lora: LoraConfig | None) -> LoraConfig:
         if lora is None:
             raise ConfigError("lora=null: the service trains adapters only, not full weights")
         lora_options(lora)
-        if restore is not None and restore.path.is_absolute():
-            raise not_on_service(restore)
-        with self._opening:
-            if self._closed:
-                raise BackendError("this backend is closed")
-            if name in self._sessions:
-                raise BackendError(f"a session called {name!r} is open already; give another name")
-            session = self._open(name, lora, directory, restore, with_optimizer)
-            self._sessions[name] = session
-            return session
+        return lora
 
-    def close(self) -> None:
-        """Finishes the session on the service; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        with shielded():
-            try:
-                for session in list(self._sessions.values()):
-                    session.close()
-            finally:
-                self._stack.close()
-                self._notes.say()
+    def _close_shared(self) -> None:
+        """Finishes the session on the service."""
+        try:
+            self._stack.close()
+        finally:
+            self._notes.say()
 
     def _open(
         self,
         name: str,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
         directory: Path,
-        restore: CheckpointRef | None,
-        with_optimizer: bool,
+        base: Base,
     ) -> RemoteSession:
+        lora = self._adapter(lora)
         loop = self._connect(name)
         service = self._service
         dialect = service.dialect(sampler=self._sampler, checkpoint_ttl=self._checkpoint_ttl)
-        base = (restore.location if restore else None, with_optimizer)
 
         async def open_link(place: str | None, with_optimizer: bool) -> ClientLink:
             with dialect.translated(f"training client for session {name!r}"):
@@ -259,18 +224,9 @@ class TinkerBackend:
             with dialect.translated(f"end of session {name!r}"):
                 await service.leave(queue.link.client)
 
-        def open_at(ref: CheckpointRef) -> RemoteSession:
-            return self.open_session(
-                f"{name} at {ref.name}",
-                lora,
-                directory=directory,
-                restore=ref,
-                with_optimizer=False,
-            )
-
         leases = Leases(self._checkpoint_ttl, self._renew)
-        if restore is not None:
-            leases.renew(restore.location)
+        if base[0] is not None:
+            leases.renew(base[0])
         queue: RemoteQueue[ClientLink] = RemoteQueue(
             name,
             loop.run(open_link(*base)),
@@ -290,7 +246,7 @@ class TinkerBackend:
             stop_ids=True,
             max_seq_len=service.offer().max_seq_len,
             download=self._download,
-            open_at=open_at,
+            open_at=self._opener_at(name, lora, directory),
             delete=self._delete,
             leases=leases,
             on_close=lambda: self._end(name, leave()),

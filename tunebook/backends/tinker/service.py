@@ -11,6 +11,7 @@ from typing import Any
 
 from tunebook.backends.remote.address import checked_address, key_for
 from tunebook.backends.remote.client import Dialect
+from tunebook.backends.remote.places import check_on_service
 from tunebook.backends.tinker.adapters import lora_options
 from tunebook.backends.tinker.dialect import TinkerDialect
 from tunebook.backends.tinker.downloads import download_adapter
@@ -24,6 +25,8 @@ from tunebook.types import CheckpointRef, LoraConfig
 KEY_VARIABLE = "TINKER_API_KEY"
 URL_VARIABLE = "TINKER_BASE_URL"
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+PLACE_EXAMPLE = "tinker://<run>/weights/<name>"
+"""What a training checkpoint is called there."""
 FINISH_S = 60.0
 """Seconds that the end of a session may take to be told."""
 NO_KEY = "tml-none"
@@ -79,8 +82,7 @@ class TinkerService:
             CheckpointError: it is not there, or does not fit.
         """
         place = start.location
-        if start.path.is_absolute():
-            raise not_on_service(start)
+        check_on_service(start, PLACE_EXAMPLE)
         try:
             kind = sdk().types.ParsedCheckpointTinkerPath.from_tinker_path(place).checkpoint_type
         except ValueError:
@@ -224,14 +226,6 @@ def service_url(base_url: str | None) -> str:
 def api_key_for(base_url: str) -> str:
     """The API key; see `tunebook.backends.remote.address.key_for`."""
     return key_for(base_url, variable=KEY_VARIABLE, no_key=NO_KEY)
-
-
-def not_on_service(ref: CheckpointRef) -> CheckpointError:
-    """What is raised of a checkpoint that is a folder of this machine."""
-    return CheckpointError(
-        f"{ref.location}: the service cannot load a folder of this machine. Start from a run that "
-        "was trained there, or from tinker://<run>/weights/<name>"
-    )
 
 
 def _read_offer(model: str, models: list[Any]) -> Offer:

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tunebook.backends.base import Capabilities
+from tunebook.backends.remote.backend import Base, RemoteBackend
 from tunebook.backends.remote.export import TokenizerSource
 from tunebook.backends.remote.lease import Leases
 from tunebook.backends.remote.queue import RemoteQueue
 from tunebook.backends.remote.session import RemoteSession
+from tunebook.backends.remote.settings import (
+    AUTO,
+    LOSSES,
+    check_above_0,
+    check_at_least_0,
+    check_choice,
+    check_cost,
+)
 from tunebook.backends.together.adapters import lora_config
-from tunebook.backends.together.catalogue import Catalogue, not_on_service
+from tunebook.backends.together.catalogue import PLACE_EXAMPLE, Catalogue
 from tunebook.backends.together.connection import Connection
 from tunebook.backends.together.link import TogetherLink
 from tunebook.backends.together.losses import SAME_MEANING
 from tunebook.backends.together.resource import ResourceSettings
 from tunebook.backends.together.service import TogetherService
-from tunebook.errors import BackendError, ConfigError
+from tunebook.errors import ConfigError
 from tunebook.runs.attempts import shielded
 from tunebook.types import CheckpointRef, Estimate, LoraConfig, Workload
 
 MAX_SESSIONS = 5
 """Adapters that a resource trains at once; of full weights it is one."""
-AUTO, TWO_PASSES = "auto", "two_passes"
 OPTIMIZERS = {"adamw": {"adam": {}}, "muon": {"muon": {}}}
 """Our name -> what a resource is asked for."""
 
 
-class TogetherBackend:
+class TogetherBackend(RemoteBackend):
     """One model resource of the service; see `tunebook.backends.base.Backend`.
 
     It is made when the first session is opened. Closing the backend stops it, or leaves it where
@@ -96,22 +100,24 @@ class TogetherBackend:
             ConfigError: a value that is not allowed, or the package or the key is missing.
         """
         del allow_pickle
-        _check_settings(
-            losses=losses,
-            optimizer=optimizer,
-            inactive_timeout=inactive_timeout,
-            at_least_0={
-                "generator_replicas": generator_replicas,
-                "keep_alive": keep_alive,
-                "retry_budget": retry_budget,
-                "recover": recover,
-            },
-            above_0={
-                "ready_timeout": ready_timeout,
-                "stall_timeout": stall_timeout,
-                "max_cost": max_cost,
-                "tokens_per_second": tokens_per_second,
-            },
+        super().__init__(place_example=PLACE_EXAMPLE)
+        check_choice("losses", losses, LOSSES)
+        check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
+        if not 300 <= inactive_timeout <= 86_400:
+            raise ConfigError(
+                f"backend.inactive_timeout={inactive_timeout}: must be from 300 to 86400 seconds"
+            )
+        check_at_least_0(
+            generator_replicas=generator_replicas,
+            keep_alive=keep_alive,
+            retry_budget=retry_budget,
+            recover=recover,
+        )
+        check_above_0(
+            ready_timeout=ready_timeout,
+            stall_timeout=stall_timeout,
+            max_cost=max_cost,
+            tokens_per_second=tokens_per_second,
         )
         self._catalogue = Catalogue(
             TogetherService(base_url),
@@ -138,24 +144,7 @@ class TogetherBackend:
             tokenizer or model, revision, chat_template, trust_remote_code
         )
         self._connection: Connection | None = None
-        self._sessions: dict[str, RemoteSession] = {}
-        self._opening = threading.RLock()
-        """Sweeps open sessions in several threads, and only one may make the resource."""
         self._full_weights_used = False
-        self._closed = False
-        self._one_connection = threading.Lock()
-        """Several threads may open their first sessions at once; all share one resource."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -226,11 +215,7 @@ class TogetherBackend:
             f"{self._tokens_per_second:g} tokens/s (backend.tokens_per_second) and no waits, and "
             "sampling is not counted"
         )
-        if self._max_cost is not None and cost > self._max_cost:
-            raise ConfigError(
-                f"backend.max_cost={self._max_cost:g}: the run is expected to cost {cost:.2f} "
-                f"{currency} ({basis}). Raise it, or plan fewer steps"
-            )
+        check_cost(cost, self._max_cost, currency, basis)
         return Estimate(
             seconds=seconds,
             train_tokens=workload.train_tokens,
@@ -239,58 +224,31 @@ class TogetherBackend:
             basis=basis,
         )
 
-    def open_session(
-        self,
-        name: str,
-        lora: LoraConfig | None,
-        *,
-        directory: Path,
-        restore: CheckpointRef | None = None,
-        with_optimizer: bool = True,
-    ) -> RemoteSession:
+    def _adapter(self, lora: LoraConfig | None) -> LoraConfig | None:
         if lora is not None:
             lora_config(lora)
-        if restore is not None and restore.path.is_absolute():
-            raise not_on_service(restore)
-        with self._opening:
-            if self._closed:
-                raise BackendError("this backend is closed")
-            if name in self._sessions:
-                raise BackendError(f"a session called {name!r} is open already; give another name")
-            session = self._open(name, lora, directory, (restore, with_optimizer))
-            self._sessions[name] = session
-            return session
+        return lora
 
-    def close(self) -> None:
-        """Stops a resource that was made, with its sessions; a borrowed one keeps running."""
-        if self._closed:
-            return
-        self._closed = True
-        with shielded():  # a second Ctrl-C waits for the stop
-            try:
-                for session in list(self._sessions.values()):
-                    session.close()
-            finally:
-                if self._connection is not None:
-                    self._connection.close()
+    def _close_shared(self) -> None:
+        """Stops a resource that was made; a borrowed one keeps running."""
+        if self._connection is not None:
+            self._connection.close()
 
     def _open(
         self,
         name: str,
         lora: LoraConfig | None,
         directory: Path,
-        start: tuple[CheckpointRef | None, bool],
+        base: Base,
     ) -> RemoteSession:
         """A session that begins from a checkpoint, with or without its optimizer."""
         connection = self._connect(lora is not None)
         resource = connection.resource
         resource.require(lora=lora is not None, run=str(directory.parent))
-        restore, with_optimizer = start
-        if lora is None and restore is not None and self._full_weights_used:
+        if lora is None and base[0] is not None and self._full_weights_used:
             # The weights of such a resource go on from one session to the next.
             connection.loop.run(resource.renew())
         self._full_weights_used = lora is None
-        base = (restore.location if restore else None, with_optimizer)
 
         async def open_link(checkpoint_id: str | None, with_optimizer: bool) -> TogetherLink:
             return await connection.open_link(name, lora, checkpoint_id, with_optimizer)
@@ -319,15 +277,6 @@ class TogetherBackend:
         offer = self._catalogue.offer()
         mode = offer.full if lora is None else offer.lora
 
-        def open_at(ref: CheckpointRef) -> RemoteSession:
-            return self.open_session(
-                f"{name} at {ref.name}",
-                lora,
-                directory=directory,
-                restore=ref,
-                with_optimizer=False,
-            )
-
         return RemoteSession(
             name,
             lora,
@@ -337,7 +286,7 @@ class TogetherBackend:
             stop_ids=False,
             max_seq_len=mode.max_seq_len if mode else None,
             download=self._download,
-            open_at=open_at,
+            open_at=self._opener_at(name, lora, directory),
             delete=lambda place: None,  # the service has no call that does
             leases=Leases(None, lambda place: None),
             on_close=lambda: self._end(name, queue),
@@ -352,10 +301,9 @@ class TogetherBackend:
             self._connection.say()
 
     def _connect(self, lora: bool) -> Connection:
-        with self._one_connection:
-            if self._connection is None:
-                self._connection = self._make_connection(lora)
-            return self._connection
+        if self._connection is None:
+            self._connection = self._make_connection(lora)
+        return self._connection
 
     def _make_connection(self, lora: bool) -> Connection:
         what = {
@@ -395,27 +343,3 @@ class TogetherBackend:
                 output_dir=temporary,
             )
         return directory
-
-
-def _check_settings(
-    *,
-    losses: str,
-    optimizer: str,
-    inactive_timeout: int,
-    at_least_0: dict[str, float],
-    above_0: dict[str, float | None],
-) -> None:
-    if losses not in (AUTO, TWO_PASSES):
-        raise ConfigError(f"backend.losses={losses}: must be {AUTO} or {TWO_PASSES}")
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"backend.optimizer={optimizer}: must be one of {', '.join(OPTIMIZERS)}")
-    if not 300 <= inactive_timeout <= 86_400:
-        raise ConfigError(
-            f"backend.inactive_timeout={inactive_timeout}: must be from 300 to 86400 seconds"
-        )
-    for name, value in at_least_0.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"backend.{name}={value}: must be at least 0")
-    for name, value in above_0.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"backend.{name}={value}: must be above 0, or null")

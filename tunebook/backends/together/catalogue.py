@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tunebook.backends.remote.places import check_on_service
 from tunebook.backends.together.service import TogetherService, make_client, service_errors
 from tunebook.errors import CheckpointError, ConfigError
 from tunebook.types import CheckpointRef, LoraConfig
 
 if TYPE_CHECKING:
     from together import Together
+
+PLACE_EXAMPLE = "together://<id of a training checkpoint>"
+"""What a training checkpoint is called there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,7 @@ class Catalogue:
         Raises:
             CheckpointError: it is not there, or does not fit.
         """
-        if start.path.is_absolute():
-            raise not_on_service(start)
+        check_on_service(start, PLACE_EXAMPLE)
         from together import NotFoundError
 
         with self.asking() as client:
@@ -187,14 +190,6 @@ def _read_offer(client: Together, model: str, *, gpu_type: str | None) -> Offer:
         lora=Mode(lora.max_seq_length, lora.max_rank) if lora else None,
         full=Mode(full.max_seq_length, None) if full else None,
         generator=config.generator_config is not None,
-    )
-
-
-def not_on_service(ref: CheckpointRef) -> CheckpointError:
-    """What is raised of a checkpoint that is a folder of this machine."""
-    return CheckpointError(
-        f"{ref.location}: the service cannot load a folder of this machine. Start from a run that "
-        "was trained there, or from together://<id of a training checkpoint>"
     )
 
 
