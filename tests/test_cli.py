@@ -154,6 +154,11 @@ def test_inspect_is_the_recipes_own(recipes: Path, tmp_path: Path) -> None:
     assert "no recipe 'nope'; known recipes: other, sft" in done.stderr.replace("\n", " ")
 
 
+def test_the_help_of_a_recipe_in_a_pipe_is_a_line_for_each_key() -> None:
+    lines = call("run", "sft", "--help").stdout.splitlines()
+    assert "plan.epochs  (1.0)  Passes over the training rows." in lines
+
+
 def test_the_help_of_inspect_says_what_it_takes_and_returns() -> None:
     text = " ".join(call("inspect", "--help").stdout.split())
     for part in ("[KEY=VALUE]...", "train side of the split", "Exit code 1 = errors found"):

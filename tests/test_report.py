@@ -410,7 +410,7 @@ def test_smoothing_averages_over_the_past() -> None:
 
 def test_a_running_mean_is_called_one() -> None:
     rows = [{"step": step, "train/loss": 3.0 - step / 50} for step in range(1, 41)]
-    assert "train, smoothed" in curves.curve_of_run(rows, unicode=False)
+    assert "train loss, smoothed" in curves.curve_of_run(rows, unicode=False)
     assert "smoothed" not in curves.curve_of_run(rows[:9], unicode=False)
 
 

@@ -20,9 +20,7 @@ MODEL_BYTES = 4
 
 def needs_estimate(config: RecipeConfig) -> bool:
     """Whether a limit, or a dry run, asks what the run will take."""
-    limits = config.limits
-    limited = limits.max_seconds is not None or limits.max_cost is not None
-    return limited or (config.dry_run and config.plan.probe)
+    return _is_limited(config.limits) or (config.dry_run and config.plan.probe)
 
 
 def check_limits(config: RecipeConfig, summary: Mapping[str, Any]) -> None:
@@ -36,11 +34,18 @@ def check_limits(config: RecipeConfig, summary: Mapping[str, Any]) -> None:
         summary: its plan; with `estimate` where `needs_estimate`.
 
     Raises:
-        AdmissionError: a limit would be exceeded, or the backend cannot know; gives both numbers.
+        AdmissionError: a limit would be exceeded, or the backend cannot know or was not asked;
+            gives both numbers.
     """
     steps = summary["planned_steps"]
     left = max(steps - _steps_made(config), 0)
-    if config.limits.max_seconds is not None or config.limits.max_cost is not None:
+    if _is_limited(config.limits):
+        if summary.get("estimate") is None:
+            raise AdmissionError(
+                "limits.max_seconds and limits.max_cost need to know what the run will take, which "
+                "the backend has not been asked. Call tunebook.launch.admit(task, backend) before "
+                "start_run"
+            )
         _check_estimate(config.limits, summary["estimate"], left=left, steps=steps)
     check_disk(config, summary)
 
@@ -79,6 +84,10 @@ def projected_bytes(trainable_parameters: int, *, keep: int) -> int:
     """
     checkpoints = max(keep, 2) + 1
     return trainable_parameters * (checkpoints * CHECKPOINT_BYTES + MODEL_BYTES)
+
+
+def _is_limited(limits: LimitsConfig) -> bool:
+    return limits.max_seconds is not None or limits.max_cost is not None
 
 
 def _check_estimate(

@@ -31,7 +31,7 @@ from tunebook.composition_errors import (
 from tunebook.config import DataConfig, GRPOConfig, RecipeConfig
 from tunebook.config_checks import check_ranges
 from tunebook.errors import ConfigError, RunError, TunebookError
-from tunebook.key_suggestions import explain_unknown_key, schema_keys
+from tunebook.key_suggestions import explain_unknown_key, nearest_key, schema_keys
 
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 LAUNCHER = "hydra_plugins.tunebook_launcher.SweepLauncher"
@@ -359,6 +359,7 @@ def hydra_main(
     os.environ["HYDRA_FULL_ERROR"] = "1"
     own_argv = sys.argv
     arguments = list(own_argv[1:] if argv is None else argv)
+    _check_flags(arguments, recipe)
     # Hydra's parser takes no flag in the middle of overrides.
     arguments.sort(key=lambda each: each not in ("--multirun", "-m"))
     sys.argv = [own_argv[0], *open_free_sections(arguments)]
@@ -375,6 +376,22 @@ def hydra_main(
     if task.failures:
         raise task.failures[0]
     return max(task.codes, default=0)
+
+
+def _check_flags(arguments: Sequence[str], recipe: str) -> None:
+    """Returns if Hydra knows all flags; else it would print its own usage and end the process."""
+    from hydra._internal.utils import get_args_parser
+
+    known = get_args_parser()._option_string_actions
+    for argument in arguments:
+        flag, _, value = argument.partition("=")
+        # As argparse does, a flag may be cut short where that is unique.
+        if re.match("--[A-Za-z]", flag) and not any(each.startswith(flag) for each in known):
+            meant = nearest_key(flag.lstrip("-").replace("-", "_"), recipe_keys(recipe))
+            raise ConfigError(
+                f"{argument}: there is no such flag. Settings are given as key=value, for example "
+                f"{meant or 'plan.max_steps'}={value or '...'}; --help lists them"
+            )
 
 
 def _check_single(config: DictConfig) -> None:

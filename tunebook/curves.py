@@ -87,7 +87,15 @@ def loss_curve(
         [
             *_with_labels(rows, labels, margin, unicode),
             *_step_axis(first, last, margin, columns, unicode),
-            _legend(name, bool(train), bool(evals), margin, unicode, is_mean),
+            _legend(
+                name,
+                bool(train),
+                bool(evals),
+                indent=margin + 2,
+                width=width,
+                unicode=unicode,
+                is_mean=is_mean,
+            ),
         ]
     )
 
@@ -254,11 +262,17 @@ def _step_axis(first: int, last: int, margin: int, columns: int, unicode: bool) 
     return [f"{indent}{corner}{dash * columns}", f"{indent} {left}{gap}{right}"]
 
 
-def _legend(name: str, train: bool, evals: bool, margin: int, unicode: bool, is_mean: bool) -> str:
-    parts = [
-        f"{'⠒⠒' if unicode else '**'} train{', smoothed' if is_mean else f' {name}'}"
-        if train
-        else "",
-        f"{'●' if unicode else 'o'} eval {name}" if evals else "",
-    ]
-    return " " * (margin + 2) + "   ".join(part for part in parts if part)
+def _legend(
+    name: str, train: bool, evals: bool, *, indent: int, width: int, unicode: bool, is_mean: bool
+) -> str:
+    """What the marks are; without the name of what is drawn where the line would be too long."""
+    line, mark = ("⠒⠒", "●") if unicode else ("**", "o")
+    mean = ", smoothed" if is_mean else ""
+    text = ""
+    for each in (f" {name}", ""):
+        parts = [f"{line} train{each}{mean}"] if train else []
+        parts += [f"{mark} eval{each}"] if evals else []
+        text = " " * indent + "   ".join(parts)
+        if len(text) <= width:
+            break
+    return text

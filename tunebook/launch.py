@@ -6,7 +6,6 @@ A recipe hands over its `prepare` and `train`; nothing here knows an algorithm.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tunebook.admission import check_disk, check_limits, needs_estimate
+from tunebook.admission import check_limits, needs_estimate
 from tunebook.backends.base import Backend
 from tunebook.compose import Sweeping, compose, escaped, hydra_main
 from tunebook.config import RecipeConfig
@@ -47,6 +46,7 @@ from tunebook.runs import (
 )
 from tunebook.runs.attempts import leased_seconds
 from tunebook.runs.listing import flattened
+from tunebook.runs.starting import next_commands
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -195,18 +195,9 @@ def refuse_secrets(config: RecipeConfig) -> None:
 def detached_text(started: Started) -> str:
     """What a person does next with a run that was started in the background."""
     run = RunDir.open(started.path)
-    command = f"{tunebook_command()} runs"
-    root = run.path.parents[1]
-    where = "" if root == Path("runs").absolute() else f" --root {shlex.quote(str(root))}"
-    number = run.record.number
-    return "\n".join(
-        [
-            f"Run #{number} {run.record.id} goes on in the background (process "
-            f"{started.attempt.pid}): {run.path}",
-            f"  {command} follow {number}{where}     what happens",
-            f"  {command} wait {number}{where}       until it ends",
-            f"  {command} cancel {number}{where}     after the step in flight",
-        ]
+    return (
+        f"Run #{run.record.number} {run.record.id} goes on in the background (process "
+        f"{started.attempt.pid}): {run.path}\n{next_commands(run)}"
     )
 
 
@@ -218,7 +209,7 @@ def admit(task: RecipeTask, backend: Backend) -> None:
     """
     from tunebook.report import render_plan
 
-    if needs_estimate(task.config):
+    if needs_estimate(task.config) and "estimate" not in task.summary:
         task.summary["estimate"] = asdict(backend.estimate(task.workload))
     render_plan(make_console(), task.summary)
     check_limits(task.config, task.summary)
@@ -254,10 +245,10 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
         preparing_s: seconds that took.
 
     Raises:
-        AdmissionError: it would not fit onto the disk.
+        AdmissionError: it would exceed one of its limits, or not fit onto the disk.
         RunError: another process is training the run.
     """
-    check_disk(task.config, task.summary)
+    check_limits(task.config, task.summary)
     remember_split(task.rows, task.config)
     if task.config.resume is None:
         return plan_run(recipe, task, preparing_s)

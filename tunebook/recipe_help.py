@@ -8,7 +8,7 @@ import textwrap
 import typing
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
@@ -16,6 +16,9 @@ from rich.markup import escape
 from tunebook.compose import register_schemas
 from tunebook.composition_errors import SCHEMAS
 from tunebook.key_suggestions import schema_fields
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,28 @@ class Key:
 def print_recipe_help(recipe: str) -> None:
     """Prints usage, groups and keys of a recipe."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     schema = SCHEMAS[recipe]
     usage = f"{inspect.getdoc(schema)} Usage: python -m recipes.{recipe} key=value ..."
-    console.print(usage, markup=False, style="bold")
+    console.print(usage, markup=False, style="bold", soft_wrap=True)
+    if console.is_terminal:
+        console.print(_key_table(recipe))
+    else:  # a line for each key, for grep
+        for key in recipe_keys(recipe):
+            print(f"{key.name}  ({key.default})  {key.meaning}")
+    console.print(_groups(), soft_wrap=True)
+    console.print(
+        "\nHydra's flags work too: --cfg job (show the config), --multirun (several values), "
+        "--config-dir DIR (groups of your own). --debug shows tracebacks, --detach trains in the "
+        "background.",
+        soft_wrap=True,
+    )
+
+
+def _key_table(recipe: str) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("key", "default", "meaning"):
         table.add_column(column, overflow="fold", no_wrap=column == "key")
@@ -45,13 +64,7 @@ def print_recipe_help(recipe: str) -> None:
             section = key.name.partition(".")[0]
             table.add_row()
         table.add_row(*(escape(text) for text in (key.name, key.default, key.meaning)))
-    console.print(table)
-    console.print(_groups())
-    console.print(
-        "\nHydra's flags work too: --cfg job (show the config), --multirun (several values), "
-        "--config-dir DIR (groups of your own). --debug shows tracebacks, --detach trains in the "
-        "background."
-    )
+    return table
 
 
 def recipe_keys(recipe: str) -> list[Key]:

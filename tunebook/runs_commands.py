@@ -94,13 +94,16 @@ def add_run_commands(app: typer.Typer, recipe_module: Callable[[str], Any]) -> N
     ) -> None:
         """Train a failed or cancelled run again: same arguments, same frozen data, new attempt."""
         from tunebook.runs import find_run, retry
-        from tunebook.runs.starting import lease_retry, override_line
+        from tunebook.runs.starting import lease_retry, next_commands, override_line
 
         found = find_run(root, run)
         begin = retry if detach else lease_retry
         started = begin(found.path, resume=resume, idempotency_key=idempotency_key)
         print(_started_text(started, found))
-        if detach or not started.is_new:
+        if not started.is_new:
+            return
+        if detach:
+            print(next_commands(found))
             return
         recipe = recipe_module(found.record.recipe)
         _exit_with(lambda: recipe.main([override_line("resume", str(found.path))]))

@@ -75,6 +75,9 @@ def test_a_checkpoint_holds_float32_weights_and_named_optimizer_state(
         "optimizer.safetensors",
         "state.json",
     ]
+    # Whoever may read the folder may read all of it.
+    readers = folder.stat().st_mode & 0o444
+    assert {path.stat().st_mode & 0o444 for path in folder.iterdir()} == {readers}
     weights = load_file(folder / "adapter.safetensors")
     assert weights.keys() == session._weights.parameters.keys()
     assert all(value.dtype == torch.float32 for value in weights.values())

@@ -27,6 +27,7 @@ from tunebook.runs import (
     cancel,
     is_being_trained,
     run_status,
+    shown_state,
     start,
     wait,
 )
@@ -151,7 +152,8 @@ def test_cancelled_in_the_background_then_resumed_and_retried_once_per_key(tmp_p
     assert call("runs", "wait", "1", cwd=tmp_path).returncode == 3
     steps = record.outcome.steps
     keyed = ("runs", "retry", "1", "--resume", "--idempotency-key", "k", "--detach")
-    assert "attempt 2 (new) goes on from step" in call(*keyed, cwd=tmp_path).stdout
+    said = call(*keyed, cwd=tmp_path).stdout
+    assert "attempt 2 (new) goes on from step" in said and "runs follow 1 " in said
     assert "attempt 2 (known by its key" in call(*keyed, cwd=tmp_path).stdout
     wait_until(lambda: run_status(run.path).steps > steps)
     cancel(run.path)
@@ -192,6 +194,8 @@ def test_a_retry_from_the_beginning_is_the_same_run_again(tmp_path):
     [
         (["run", "sft", "--detach", "--multirun", "seed=1,2"], "starts one run"),
         (["run", "nope"], "no recipe 'nope'"),
+        (["run", "sft", "--lr=3"], "no such flag. Settings are given as key=value, for example "),
+        (["sft", "--lr=3"], "optimizer.learning_rate=3"),
         (["run", "sft", "--detach", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
         (["runs", "wait", "7", "--root", "."], "neither a run directory"),
         (["runs", "list", "--root", ".", "--limit", "3"], "add --page"),
@@ -214,6 +218,7 @@ def test_cancelled_before_its_first_step_a_recipe_opens_nothing(tmp_path):
 
     with only_writer(run):
         run.lease(resumed_from_step=0, idempotency_key=None)
+    assert shown_state(run) == "starting"
     cancel(run.path)
     with pytest.raises(RunCancelled):
         list(sft.train(task, backend, run))
@@ -323,6 +328,9 @@ def test_a_run_that_would_take_too_long_or_cost_too_much_is_refused(tmp_path):
     assert (raised.value.code, raised.value.category) == ("over_limit", "capacity")
     with pytest.raises(AdmissionError, match="cannot say beforehand"):
         admit(sft.prepare(configured(tmp_path, SMALL, limits__max_cost=1)), FakeBackend())
+    # A program of one's own cannot pass a limit by, either.
+    with pytest.raises(AdmissionError, match="Call tunebook.launch.admit"):
+        start_run("sft", sft.prepare(configured(tmp_path, SMALL, limits__max_cost=9)))
     assert not (tmp_path / "runs").exists()
 
 

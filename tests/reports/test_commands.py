@@ -57,7 +57,7 @@ def test_watching_a_run_that_has_ended_shows_it_once(tmp_path, capsys):
         "step 60 of 60, 100%",
         "tokens/s",
         "eval/loss",
-        "train, smoothed",
+        "train loss, smoothed",
         "events",
     ):
         assert part in out, part

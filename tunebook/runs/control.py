@@ -14,7 +14,7 @@ from tunebook.runs import cancellation
 from tunebook.runs.attempts import with_dead_settled
 from tunebook.runs.directory import RunDir, only_writer
 from tunebook.runs.record import ENDED_STATES, AttemptState, Outcome, RunState, StopReason
-from tunebook.runs.status import RunStatus, observed, run_status
+from tunebook.runs.status import RunStatus, observed, run_status, shown
 
 POLL_S = 2.0
 """Seconds between two looks at a run."""
@@ -66,7 +66,7 @@ def wait(path: Path | str, *, poll_s: float = POLL_S, timeout_s: float | None = 
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 raise WaitTimeout(
-                    f"{status.path}: is {status.record.state} after {timeout_s:g} s of waiting "
+                    f"{status.path}: is {shown(status.record)} after {timeout_s:g} s of waiting "
                     f"({_progress(status)}). It goes on; wait again, or cancel it with "
                     f"`{tunebook_command()} runs cancel {status.record.number}`"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tunebook.display import tunebook_command
 from tunebook.errors import RunError
 from tunebook.runs import attempts
 from tunebook.runs.attempts import LEASE_VARIABLE
@@ -37,6 +39,21 @@ class Started:
     attempt: Attempt
     is_new: bool
     """False = its idempotency key was used before, and this is the attempt of that time."""
+
+
+def next_commands(run: RunDir) -> str:
+    """The command lines for a run that trains in the background, one a line."""
+    command = f"{tunebook_command()} runs"
+    root = run.path.parents[1]
+    where = "" if root == Path("runs").absolute() else f" --root {shlex.quote(str(root))}"
+    number = run.record.number
+    return "\n".join(
+        [
+            f"  {command} follow {number}{where}     what happens",
+            f"  {command} wait {number}{where}       until it ends",
+            f"  {command} cancel {number}{where}     after the step in flight",
+        ]
+    )
 
 
 def start(path: Path | str) -> Started:

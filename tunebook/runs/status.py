@@ -13,6 +13,8 @@ from tunebook.runs.record import ENDED_STATES, AttemptState, Failure, RunRecord,
 
 INTERRUPTED = "interrupted"
 """Shown for a run whose process is gone without having said how it ended."""
+STARTING = "starting"
+"""Shown for a run whose first process is on its way to training."""
 DRY_RUN = "dry run"
 """Shown for a run that was to be planned only."""
 OUTPUT_FILE = "output.txt"
@@ -123,5 +125,9 @@ def shown_state(run: RunDir) -> str:
 
 def shown(record: RunRecord) -> str:
     """The state of an observed record, as people read it."""
-    lost = record.failure is not None and record.failure.code == PROCESS_LOST
-    return INTERRUPTED if lost else record.state.value
+    if record.failure is not None and record.failure.code == PROCESS_LOST:
+        return INTERRUPTED
+    underway = {AttemptState.LEASED, AttemptState.ACCEPTED}
+    if record.state is RunState.PENDING and {one.state for one in record.attempts} & underway:
+        return STARTING
+    return record.state.value

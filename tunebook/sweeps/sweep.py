@@ -180,7 +180,8 @@ class Sweep:
                 for trial in group:
                     assert trial.task is not None
                     config, summary = trial.task.config, trial.task.summary
-                    if needs_estimate(config) or settings.max_cost is not None:
+                    asked = needs_estimate(config) or settings.max_cost is not None
+                    if asked and "estimate" not in summary:
                         summary["estimate"] = asdict(backend.estimate(trial.task.workload))
                     try:
                         check_limits(config, summary)

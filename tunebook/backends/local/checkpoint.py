@@ -230,6 +230,7 @@ def replaced_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
             )
         temporary.mkdir()
         yield temporary
+        _open_to_readers(temporary)
         flush_folder(temporary)
         _swap(temporary, target)
     except (OSError, SafetensorError) as error:
@@ -238,6 +239,14 @@ def replaced_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Lets those read files who may read the folder; safetensors writes for its owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(mode)
 
 
 def clean_up(directory: Path) -> None:
