@@ -329,7 +329,7 @@ def test_a_run_that_would_take_too_long_or_cost_too_much_is_refused(tmp_path):
     with pytest.raises(AdmissionError, match="cannot say beforehand"):
         admit(sft.prepare(configured(tmp_path, SMALL, limits__max_cost=1)), FakeBackend())
     # A program of one's own cannot pass a limit by, either.
-    with pytest.raises(AdmissionError, match="Call tunebook.launch.admit"):
+    with pytest.raises(AdmissionError, match=r"Call tunebook\.launch\.admit"):
         start_run("sft", sft.prepare(configured(tmp_path, SMALL, limits__max_cost=9)))
     assert not (tmp_path / "runs").exists()
 
