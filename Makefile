@@ -10,7 +10,7 @@ PYTHON312 ?= python3.12
 LOOPS_VENV := .venv-loops
 LOOPS_STAMP := $(LOOPS_VENV)/.installed
 
-.PHONY: quickstart setup test test-loops notebooks lint test-real test-together-tinker smollm2 bench docs format build clean help
+.PHONY: quickstart setup test test-loops notebooks lint test-real test-together-tinker test-launchers smollm2 bench docs format build clean help
 
 help: ## show the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -65,6 +65,10 @@ $(TT)/.installed: pyproject.toml constraints.txt
 
 test-together-tinker: $(TT)/.installed ## backend=tinker through together.post_training.tinker, in an environment of its own
 	$(TT)/bin/python -m pytest tests/backends/together_tinker
+
+test-launchers: $(STAMP) ## sweeps through Optuna, Ray and submitit, which are installed into the environment
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[optuna,ray,submitit]'
+	$(PYTEST) tests/sweeps/test_sweepers.py tests/backends/remote/test_sweep.py
 
 bench: $(STAMP) smollm2 ## compare with TRL, an hour or more on 2 idle cores; BENCH="sft --steps 3" picks
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'

@@ -58,6 +58,12 @@ def clean(wheel, tmp_path_factory):
     return folder / "bin"
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="in one process")
+def test_groups_of_tests_stay_in_one_process(request):
+    """Else what a module makes once, such as the environment here, is made in every process."""
+    assert request.node.nodeid.endswith("@packaging")
+
+
 def test_the_wheel_holds_all_packages_and_assets(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for name in (

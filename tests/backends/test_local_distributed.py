@@ -23,6 +23,8 @@ from tunebook.backends.local.distributed.slices import row_slices, sliced_micro_
 from tunebook.compose import compose
 from tunebook.runs import RunDir, RunState
 
+pytestmark = pytest.mark.xdist_group("distributed")
+
 LAUNCH_LIMIT_S = 240
 GRADIENT = 1e-6
 """Absolute, float32 gradients of size 1."""

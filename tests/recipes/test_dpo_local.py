@@ -22,6 +22,8 @@ from tunebook.render.lints import lint_rows
 from tunebook.runs import RunDir, RunState
 from tunebook.split import Side
 
+pytestmark = pytest.mark.xdist_group("dpo")
+
 LN2 = math.log(2)
 SETTINGS = {
     "data.limit": 60,

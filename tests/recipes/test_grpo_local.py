@@ -15,6 +15,8 @@ from tunebook.launch import start_run
 from tunebook.opening import build_backend
 from tunebook.runs import RunDir, RunState
 
+pytestmark = pytest.mark.xdist_group("grpo")
+
 SETTINGS = {
     "data.limit": 40,
     "eval.fraction": 0.2,

@@ -24,6 +24,8 @@ from tunebook.errors import (
 from tunebook.opening import build_backend
 from tunebook.runs import RunDir, RunState
 
+pytestmark = pytest.mark.xdist_group("sft")
+
 SETTINGS = {
     "data.limit": 60,
     "eval.fraction": 0.2,

@@ -13,6 +13,8 @@ from tunebook.errors import ConfigError
 from tunebook.serve.app import Engine, Server
 from tunebook.serve.state import Settings
 
+pytestmark = pytest.mark.xdist_group("crash")
+
 FB = {"loss": CROSS_ENTROPY, "samples": [sample_of(s) for s in SEQUENCES]}
 STEP = {"adam_params": ADAM}
 SYNC = {"weight_sync_type": "WEIGHT_SYNC_TYPE_SYNCHRONOUS"}

@@ -19,6 +19,8 @@ from tests.serve.requests import (
 from tunebook.backends.local import LocalBackend
 from tunebook.types import AdamParams, Datum, LoraConfig, SamplingParams
 
+pytestmark = pytest.mark.xdist_group("operations")
+
 LOCAL_LORA = LoraConfig(4, 8.0, 0.0, "all-linear", 0, False)
 LOCAL_ADAM = AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.0, 1.0)
 CLIP = {"clip_low": 0.8, "clip_high": 1.2}

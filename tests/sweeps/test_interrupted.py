@@ -14,6 +14,8 @@ from tests.sweeps.test_multirun import run, sweep_in
 from tunebook.compose import compose
 from tunebook.sweeps.record import SweepDir
 
+pytestmark = pytest.mark.xdist_group("interrupted")
+
 SETTINGS = {
     "data.limit": 24, "eval.fraction": 0.2, "eval.min_rows": 1, "plan.batch_size": 4,
     "plan.checkpoint_every": 3, "samples.num_prompts": 0, "plan.epochs": None, "plan.max_steps": 20,

@@ -1,11 +1,12 @@
-"""Sweepers and launchers of others: Optuna proposes, Ray starts; skipped where not installed."""
+"""Sweepers and launchers of others: Optuna proposes, Ray and submitit start; skipped where not installed."""
 
 import pytest
 
+from tests.sweeps.launchers import launcher
 from tests.sweeps.test_multirun import LOSS, SMALL, here, run, sweep_in
 from tunebook.runs import RunDir, RunState
 
-__all__ = ["here"]
+__all__ = ["here", "launcher"]
 
 
 def test_optuna_learns_from_what_each_trial_reached(here, capsys):
@@ -27,11 +28,13 @@ def test_optuna_learns_from_what_each_trial_reached(here, capsys):
     assert f"best_value: {best}" in found
 
 
-def test_ray_starts_each_run_by_itself(here):
-    """Each brings its own base; one that fails is told by the exit code, and hurts no other."""
-    pytest.importorskip("hydra_plugins.hydra_ray_launcher.ray_launcher")
-    code = run(*SMALL, "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2", "seed=1,2")
-    assert code == 0
+def test_a_launcher_starts_each_run_by_itself(here, launcher):
+    """Each brings its own base."""
+    assert run(*SMALL, *launcher, "seed=1,2") == 0
     runs = [RunDir.open(path.parent) for path in (here / "runs" / "sft").glob("*/run.json")]
     assert sorted(run.read_config()["seed"] for run in runs) == [1, 2]
     assert {run.record.state for run in runs} == {RunState.SUCCEEDED}
+
+
+def test_a_job_that_fails_is_told_and_hurts_no_other(here, launcher):
+    assert run(*SMALL, *launcher, "seed=1,2", "lora.rank=choice(2,-1)") == 2

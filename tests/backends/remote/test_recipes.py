@@ -11,6 +11,8 @@ from tunebook.launch import start_run
 from tunebook.opening import build_backend
 from tunebook.runs import RunDir, RunState
 
+pytestmark = pytest.mark.xdist_group("remote")
+
 
 def remote(recipe, folder, server, /, **overrides):
     if recipe == "sft":

@@ -9,6 +9,8 @@ from tests.backends.remote.storm import (
     undisturbed,
 )
 
+pytestmark = pytest.mark.xdist_group("storm")
+
 STEPS = 24
 
 

@@ -6,17 +6,19 @@ from recipes import sft
 from tests.backends.remote.test_recipes import remote
 from tests.backends.services import check_same, configured
 from tests.running import train_all
+from tests.sweeps.launchers import launcher
 from tests.sweeps.running import reopened, train_together
 from tests.sweeps.test_multirun import SMALL, run, sweep_in
 from tunebook.config import SweepConfig
 from tunebook.opening import build_backend
 from tunebook.resources import Ledger
-from tunebook.runs import compare_runs
+from tunebook.runs import RunDir, RunState, compare_runs
 from tunebook.runs.listing import COST
 from tunebook.sweeps.compare import compare_sweep
 from tunebook.sweeps.sweep import groups, trials_at_once
 from tunebook.sweeps.trial import Trial
 
+__all__ = ["launcher"]
 CHANGES = ({"seed": 1}, {"lora__rank": 2}, {"optimizer__learning_rate": 1e-2})
 
 
@@ -29,6 +31,29 @@ def test_three_trials_share_a_resource(server, tmp_path):
     for trial, changes in zip(trials, CHANGES, strict=True):
         _, alone = train_all(configured("sft", tmp_path / "local", **changes))
         check_same(reopened(trial), alone)
+
+
+def test_jobs_of_a_launcher_train_on_one_resource(
+    server, resource_id, tmp_path, monkeypatch, launcher
+):
+    """Each job is a process of its own, as on several machines; the numbers are those of here."""
+    monkeypatch.chdir(tmp_path)
+    shared = f"backend.model_resources_id={resource_id}"
+    settings = ["backend=together", f"backend.base_url={server.url}", shared]
+    assert run(*SMALL, *launcher, *settings, "seed=1,2") == 0
+    [one, two] = sorted(
+        (RunDir.open(path.parent) for path in (tmp_path / "runs" / "sft").glob("*/run.json")),
+        key=lambda each: each.read_config()["seed"],
+    )
+    assert Ledger.of_user().entries() == []  # attached, so nothing was made
+    assert one.metrics() != two.metrics()
+    for each, seed in ((one, 1), (two, 2)):
+        assert each.record.state is RunState.SUCCEEDED
+        assert each.read_config()["backend"]["model_resources_id"] == resource_id
+        here = tmp_path / f"local-{seed}"
+        assert run(*SMALL, f"seed={seed}", f"runs_dir={here}") == 0
+        [alone] = here.glob("sft/*/run.json")
+        check_same(each, RunDir.open(alone.parent))
 
 
 def test_slots_are_the_sessions_of_the_service(server, tmp_path):

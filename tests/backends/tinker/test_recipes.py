@@ -16,6 +16,8 @@ from tunebook.errors import CheckpointError, ConfigError
 from tunebook.resources import ServiceError
 from tunebook.runs import RunDir, RunState
 
+pytestmark = pytest.mark.xdist_group("tinker")
+
 ADAM = {
     "learning_rate": 1e-3,
     "beta1": 0.9,
