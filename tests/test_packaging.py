@@ -116,7 +116,7 @@ def test_a_checkout_runs_without_being_installed(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_threads_of_torch_do_not_spin_for_long(given, found):
     """The setting counts when torch is loaded, so it has to be there before, whatever is imported."""
