@@ -214,6 +214,7 @@ class TinkerBackend(RemoteBackend):
         loop = self._connect(name)
         service = self._service
         dialect = service.dialect(sampler=self._sampler, checkpoint_ttl=self._checkpoint_ttl)
+        max_seq_len = service.offer().max_seq_len
 
         async def open_link(place: str | None, with_optimizer: bool) -> ClientLink:
             with dialect.translated(f"training client for session {name!r}"):
@@ -244,7 +245,7 @@ class TinkerBackend(RemoteBackend):
             at=base[0],
             losses=self._losses,
             stop_ids=True,
-            max_seq_len=service.offer().max_seq_len,
+            max_seq_len=max_seq_len,
             download=self._download,
             open_at=self._opener_at(name, lora, directory),
             delete=self._delete,
