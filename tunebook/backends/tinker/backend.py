@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -238,6 +239,7 @@ class TinkerBackend(RemoteBackend):
             recover=self._recover,
             stall_timeout=self._stall_timeout,
         )
+        keeping = loop.start(leases.keep(loop))
         return RemoteSession(
             name,
             lora,
@@ -250,7 +252,7 @@ class TinkerBackend(RemoteBackend):
             open_at=self._opener_at(name, lora, directory),
             delete=self._delete,
             leases=leases,
-            on_close=lambda: self._end(name, leave()),
+            on_close=lambda: self._end(name, leave(), keeping),
         )
 
     def _connect(self, name: str) -> LoopThread:
@@ -270,8 +272,9 @@ class TinkerBackend(RemoteBackend):
         except (ServiceError, TimeoutError) as error:
             self._notes.add("session_not_finished", f"the session is left to expire: {error}")
 
-    def _end(self, name: str, leaving: Coroutine[Any, Any, None]) -> None:
+    def _end(self, name: str, leaving: Coroutine[Any, Any, None], keeping: Future[None]) -> None:
         self._sessions.pop(name, None)
+        keeping.cancel()
         assert self._loop is not None
         with shielded():
             self._loop.run(leaving)
