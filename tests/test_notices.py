@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import deque
 from contextlib import ExitStack
 
 import pytest
@@ -75,3 +76,13 @@ def test_notes_of_other_threads_wait_until_somebody_says_them(run):
         notes.say()
         notes.say()
     assert noticed(run) == [("recovering", "a new session")]
+
+
+def test_a_note_that_another_thread_has_just_said_is_no_error():
+    class Emptied(deque):
+        def __len__(self):
+            return 1  # as it was before the other thread took the last one
+
+    notes = Notes()
+    notes._notes = Emptied()
+    notes.say()

@@ -49,8 +49,11 @@ class Notes:
 
     def say(self) -> None:
         """Says what was added since."""
-        while self._notes:
-            event, text, fields = self._notes.popleft()
+        while True:
+            try:
+                event, text, fields = self._notes.popleft()
+            except IndexError:  # all are said; another thread may have said the last one
+                return
             notice(event, text, **fields)
 
 

@@ -1,5 +1,6 @@
 """What of backend=baseten needs no SDK: waiting for a place, its control plane, and who says what is missing."""
 
+import http.client
 import sys
 
 import httpx
@@ -9,8 +10,9 @@ from tests.resources.test_commands import call
 from tunebook.backends.baseten import BasetenBackend
 from tunebook.backends.baseten.capacity import jittered, waits_for
 from tunebook.backends.baseten.sdk import loops_sdk
-from tunebook.backends.baseten.service import LONGEST_WAIT_S
+from tunebook.backends.baseten.service import ATTEMPTS, LONGEST_WAIT_S, BasetenService
 from tunebook.errors import ConfigError
+from tunebook.resources import ServiceError
 
 FULL = {"reason": "loops_capacity"}
 
@@ -73,3 +75,36 @@ def test_a_service_of_the_environment_is_asked(tmp_path, monkeypatch):
     done = call("list")
     assert done.exit_code == 1
     assert "http://127.0.0.1:9 cannot be reached" in done.stderr
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setattr("tunebook.backends.baseten.service.FIRST_WAIT_S", 0.001)
+    return BasetenService("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    "error", [http.client.IncompleteRead(b"{"), http.client.BadStatusLine("nonsense")], ids=repr
+)
+def test_an_answer_that_breaks_off_is_an_error_of_the_service(service, monkeypatch, error):
+    asked = []
+
+    def urlopen(request, timeout):
+        asked.append(request.full_url)
+        raise error
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    with pytest.raises(ServiceError, match="cannot be reached"):
+        service.list_live()
+    assert len(asked) == ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, [], {"runs": None}, {"runs": [{"id": "r"}]}, {"runs": [{"status": "ACTIVE"}]}],
+    ids=repr,
+)
+def test_an_answer_of_another_shape_is_an_error_of_the_service(service, monkeypatch, answer):
+    monkeypatch.setattr(service, "ask", lambda path: answer)
+    with pytest.raises(ServiceError, match="no list of runs"):
+        service.list_live()

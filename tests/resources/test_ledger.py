@@ -89,7 +89,9 @@ def test_a_fork_that_lives_on_owns_nothing(ledger, service):
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("url", ["api.together.ai", "ftp://host", "https://me:secret@host"])
+@pytest.mark.parametrize(
+    "url", ["api.together.ai", "ftp://host", "https://me:secret@host", "https://secret@host"]
+)
 def test_an_address_that_is_none(home, url):
     with pytest.raises(ConfigError, match=r"backend\.base_url=") as caught:
         service_of("together", url)

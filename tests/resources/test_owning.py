@@ -107,6 +107,16 @@ def test_a_lost_request_is_sent_again(own, server):
     assert server.creates() == 2
 
 
+def test_a_lost_request_that_takes_effect_late_is_said(own, server, ledger):
+    """It may be somebody else's as well, so it is not stopped."""
+    server.lose_requests = 1
+    with own() as resource_id:
+        late = server.add(WHAT)
+    assert f"resource {late} may be of a create call" in own.said[-1]
+    assert server.live() == [late] and server.stops() == [(resource_id, "force=true")]
+    assert ledger.open_entries() == []
+
+
 def test_replies_that_stay_lost_end_it(own, server, ledger):
     server.lose_requests = 99
     with pytest.raises(ReplyLost), own():

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.resources.conftest import KEY, heard, kill, logged, watchdogs
+from tests.resources.owner import PATIENCE, WHAT
 from tests.resources.server import until
-from tunebook.resources import Ledger
+from tunebook.resources import Ledger, watchdog
 
 
 def test_killed_during_training(owner, server, ledger, home):
@@ -158,3 +159,22 @@ def test_a_killed_watchdog_leaves_the_rest_to_reap(owner, server, home, ledger):
     (entry,) = Ledger.of_user().open_entries()
     assert not ledger.has_owner(entry.key)
     assert server.stops() == []
+
+
+def test_an_answer_that_nobody_expects_does_not_end_it(ledger, service, server, monkeypatch):
+    """It is said, and what may bill is asked for again."""
+    resource_id = server.add()
+    key = ledger.intend(service, WHAT, run=None)
+    ledger.created(key, resource_id)
+    ledger.disown(key)
+
+    class Odd:
+        def stop(self, resource_id, *, force):
+            raise KeyError("status")
+
+    monkeypatch.setattr(watchdog, "service_of", lambda name, base_url: Odd())
+    outcome = watchdog._attempt(ledger, ledger.entry(key), PATIENCE)
+    assert outcome == ("KeyError: 'status'", False)
+    monkeypatch.setattr(watchdog, "service_of", lambda name, base_url: service)
+    assert watchdog._attempt(ledger, ledger.entry(key), PATIENCE)[1]
+    assert ledger.entry(key).closed is not None

@@ -144,3 +144,22 @@ def test_config_keys_that_hold_secrets() -> None:
         "password": None,
         "list": [{"secret": REDACTED}],
     }
+
+
+def test_what_signs_an_address() -> None:
+    """Whoever has such an address can read the file; other addresses stay as they are."""
+    signed = (
+        "https://bucket.s3.amazonaws.com/a/weights?X-Amz-Algorithm=AWS4-HMAC-SHA256"
+        "&X-Amz-Credential=ASIA%2F20260101&X-Amz-Expires=3600&X-Amz-Signature=0a1b2c"
+    )
+    assert redact(f"HTTP 403 for GET {signed}: no", {}) == (
+        "HTTP 403 for GET https://bucket.s3.amazonaws.com/a/weights?X-Amz-Algorithm="
+        f"AWS4-HMAC-SHA256&X-Amz-Credential={REDACTED}&X-Amz-Expires=3600"
+        f"&X-Amz-Signature={REDACTED} no"
+    )
+    assert (
+        redact("https://x.blob/f?se=2026&sig=a%2Bb", {})
+        == f"https://x.blob/f?se=2026&sig={REDACTED}"
+    )
+    plain = "https://host/data.jsonl?download=true&design=3"
+    assert redact(plain, {}) == plain

@@ -49,26 +49,34 @@ def owned_resource(
     """
     key = ledger.intend(service, what, run=run, price_per_hour=price_per_hour, currency=currency)
     with watch(ledger, key, patience=patience):
-        resource_id = _create(ledger, key, service, what)
+        resource_id, sent_again = _create(ledger, key, service, what)
         try:
             say(f"resource {resource_id} created")
             yield resource_id
         finally:
             with shielded():  # a second Ctrl-C waits for the stop
                 _stop(ledger, key, service, resource_id, say)
+                if sent_again:
+                    _say_late(ledger, key, service, say)
 
 
-def _create(ledger: Ledger, key: str, service: CreatingService, what: Mapping[str, Any]) -> str:
-    """Id of the created resource, recorded; where there can be none, the entry is closed."""
+def _create(
+    ledger: Ledger, key: str, service: CreatingService, what: Mapping[str, Any]
+) -> tuple[str, bool]:
+    """Id of the created resource, recorded, and whether it took more than one create call.
+
+    Where there can be none, the entry is closed.
+    """
+    sent_again = False
     try:
         resource_id = service.create(what).id
     except ReplyLost as error:
-        resource_id = _find_or_create(ledger, key, service, what, error)
+        resource_id, sent_again = _find_or_create(ledger, key, service, what, error)
     except ServiceError as error:
         ledger.closed(key, f"not created: {error}")
         raise
     ledger.created(key, resource_id)
-    return resource_id
+    return resource_id, sent_again
 
 
 def _find_or_create(
@@ -77,19 +85,46 @@ def _find_or_create(
     service: CreatingService,
     what: Mapping[str, Any],
     lost: BackendError,
-) -> str:
+) -> tuple[str, bool]:
     """Id of what a create call made whose reply was lost, else of what another one makes.
+
+    And whether there was another one.
 
     A create call has no idempotency key: to send it again at once could make a second resource.
     """
+    sent_again = False
     for wait_s in LOST_REPLY_WAITS_S:
         time.sleep(wait_s)
         try:
             found = find_created(ledger, ledger.entry(key), service)
-            return found or service.create(what).id
+            if found:
+                return found, sent_again
+            sent_again = True
+            return service.create(what).id, sent_again
         except (ReplyLost, UndecidedError) as error:
             lost = error
     raise lost
+
+
+def _say_late(
+    ledger: Ledger, key: str, service: ResourceService, say: Callable[[str], None]
+) -> None:
+    """Says what may be of the first create call, which can take effect after it was looked for.
+
+    It is not stopped: it may as well be of somebody else.
+    """
+    try:
+        late = ledger.unclaimed(ledger.entry(key), service.list_live())
+    except TunebookError as error:
+        say(
+            f"whether a create call without a reply has made another resource is not known: {error}"
+        )
+        return
+    for resource in late:
+        say(
+            f"resource {resource.id} may be of a create call whose reply was lost, and bill; "
+            f"`tunebook resources stop {resource.id}` stops it"
+        )
 
 
 def _stop(

@@ -144,6 +144,8 @@ def _attempt(ledger: Ledger, entry: Entry, patience: Patience) -> tuple[str, boo
             return stop_orphan(ledger, entry, service, search_s=patience.search_s), True
         except TunebookError as error:
             return str(error), False
+        except Exception as error:  # whatever it is, the resource may bill still
+            return f"{type(error).__name__}: {error}", False
 
 
 def _start(ledger: Ledger, key: str, patience: Patience, lifeline: int) -> subprocess.Popen[bytes]:

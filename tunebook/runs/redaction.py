@@ -48,6 +48,11 @@ _HEX_KEY = re.compile(
 )
 """Forty hex digits are a W&B key or a git commit; only right behind such a word they are a key."""
 _BEARER = re.compile(r"(?i)(bearer\s+)(?=\S*\d)[A-Za-z0-9._~+/=-]{12,}")
+_SIGNED = re.compile(
+    r"(?i)([?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature"
+    r"|Key-Pair-Id|sig)=)[^\s&#\"'<>]+"
+)
+"""What signs an address, so that whoever has it can read the file, without a key of their own."""
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:@]+):[^\s/@]+@")
 
 
@@ -66,6 +71,7 @@ def secrets_in(environ: Mapping[str, str]) -> list[str]:
 def redact(text: str, environ: Mapping[str, str]) -> str:
     """The text with every secret of the environment, and all that looks like a key, replaced."""
     text = _without_certain_secrets(text, environ)
+    text = _SIGNED.sub(rf"\1{REDACTED}", text)
     return _BEARER.sub(rf"\1{REDACTED}", text)
 
 

@@ -1,10 +1,23 @@
 """What the service refuses, loses and breaks, and what a session makes of it."""
 
+import asyncio
+import threading
+import time
+import traceback
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import httpx
 import pytest
 
 from loss_fns.cross_entropy import cross_entropy
 from tests.backends.tiny import make_adam, make_data, make_lora
+from tunebook.backends.baseten import backend as baseten
 from tunebook.backends.baseten import capacity
+from tunebook.backends.baseten.backend import Held, OpenRun
+from tunebook.backends.baseten.failures import RUN_LOST, translated
+from tunebook.backends.remote.failures import RemoteError
+from tunebook.backends.remote.loop import LoopThread
 from tunebook.errors import BackendError, NonFiniteError
 
 TRAINERS = "/v1/loops/trainers"
@@ -182,3 +195,111 @@ def test_a_trainer_that_divides_by_tokens_is_no_good(serverless, open_session, m
     monkeypatch.setattr(LoopsDialect, "sum_config", None)
     with pytest.raises(BackendError, match="divides by tokens"):
         step(open_session())
+
+
+def test_a_replacement_that_does_not_come_up_is_tried_again(
+    serverless, open_remote, tmp_path, monkeypatch
+):
+    backend = open_remote(serverless, recover=2, submit_timeout=2)
+    session = backend.open_session("first", make_lora(), directory=tmp_path / "first")
+    open_run, tried = backend._open_run, []
+
+    def open_second(*arguments):
+        tried.append(arguments)
+        if len(tried) == 1:
+            raise RemoteError("it was preempted", code="RUN_LOST", duty=RUN_LOST)
+        return open_run(*arguments)
+
+    monkeypatch.setattr(backend, "_open_run", open_second)
+    serverless.fault("*/forward_backward", status=503)
+    step(session)
+    assert len(tried) == 2 and len(serverless.active_runs()) == 1
+    session.close()
+    assert serverless.active_runs() == []
+
+
+def test_a_run_that_comes_up_after_the_session_has_closed_is_deactivated():
+    ended = []
+    held = Held()
+    stack = ExitStack()
+    stack.callback(ended.append, "ended")
+    held.close()
+    with pytest.raises(BackendError, match="closed"):
+        held.put(OpenRun(stack, None))
+    assert ended == ["ended"]
+
+
+def test_closing_ends_the_wait_for_a_full_pool(serverless, open_remote):
+    backend = open_remote(serverless)
+    closed = threading.Event()
+
+    def refused():
+        closed.set()
+        response = httpx.Response(
+            429, headers={"Retry-After": "30"}, json=POOL_FULL, request=httpx.Request("POST", "x:")
+        )
+        raise httpx.HTTPStatusError("full", request=response.request, response=response)
+
+    started = time.monotonic()
+    with pytest.raises(BackendError, match="the session is closed"):
+        backend._patiently("a trainer", refused, closed)
+    assert time.monotonic() - started < 10
+
+
+def test_an_error_after_the_run_is_made_deactivates_it(
+    serverless, open_remote, tmp_path, monkeypatch
+):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    backend = open_remote(serverless)
+    before = len(made(serverless))
+    with monkeypatch.context() as patch:
+        patch.setattr(baseten, "RemoteQueue", fail)
+        with pytest.raises(KeyboardInterrupt):
+            backend.open_session("first", make_lora(), directory=tmp_path / "first")
+    assert len(made(serverless)) == before + 1 and serverless.active_runs() == []
+    monkeypatch.setattr(backend._catalogue, "max_seq_len", fail)
+    with pytest.raises(KeyboardInterrupt):
+        backend.open_session("first", make_lora(), directory=tmp_path / "first")
+    assert len(made(serverless)) == before + 1
+
+
+def test_notes_that_cannot_be_said_do_not_keep_the_loop(serverless, open_remote, monkeypatch):
+    backend = open_remote(serverless)
+    loop = backend._loop = LoopThread()
+
+    def fail():
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(backend._notes, "say", fail)
+    with pytest.raises(OSError, match="full"):
+        backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        loop.run(asyncio.sleep(0))
+
+
+def test_the_address_of_a_download_is_in_no_error(serverless, open_remote, tmp_path, monkeypatch):
+    """Whoever has it can read the file, without a key."""
+    address = "https://bucket.example/run/adapter.safetensors?X-Amz-Signature=0a1b2c&other=me"
+
+    def download_checkpoint(checkpoint_id, *, dest_dir):
+        request = httpx.Request("GET", address)
+        raise httpx.HTTPStatusError(
+            f"HTTP 403 for GET {address}: <Error/>",
+            request=request,
+            response=httpx.Response(403, request=request),
+        )
+
+    backend = open_remote(serverless)
+    monkeypatch.setattr(backend._catalogue, "checkpoint", lambda place: SimpleNamespace(id="c-1"))
+    with pytest.raises(BackendError, match=r"HTTP 403 for adapter\.safetensors") as caught:
+        client = SimpleNamespace(download_checkpoint=download_checkpoint)
+        backend._download(client, "bt://loops:r/weights/a", tmp_path / "a")
+    told = "".join(traceback.format_exception(caught.value))
+    assert "0a1b2c" not in told and "other=me" not in told
+    with pytest.raises(BackendError) as caught, translated("sample"):
+        raise ValueError(f"cannot read {address}")
+    assert str(caught.value).startswith(
+        "sample: cannot read https://bucket.example/run/adapter.safetensors. "
+    )

@@ -1,11 +1,13 @@
 """A session or a resource that the service loses is replaced, and no step is lost or repeated."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from loss_fns.cross_entropy import cross_entropy
+from tests.backends.remote.test_ending import make_session
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tests.loss_fns.batches import PREFERENCE
 from tests.serve.server import ServerProcess
@@ -76,6 +78,30 @@ def test_before_the_first_checkpoint_it_begins_anew(attach, lose, tmp_path, capl
     found += train(session, [2])
     assert found == expected
     assert "a new one begins from the start and repeats 3 operations" in caplog.text
+
+
+def test_a_gradient_that_no_step_has_applied_outlives_a_save():
+    """A checkpoint does not hold it, so a new session begins before it and makes it again."""
+    begins = []
+
+    def settle(operation):
+        value = "x://" if operation.name == "save" else {}
+        return SimpleNamespace(result=lambda: operation.settled(value))
+
+    def move_base(place, again):
+        begins.append(place)
+
+    queue = SimpleNamespace(call=settle, move_base=move_base, close=lambda: None)
+    session = make_session(queue, lambda: None)
+    session.save("fresh").result()
+    assert len(begins) == 1
+    for _ in range(2):
+        session.forward_backward(make_data(), cross_entropy).result()
+        session.save("between").result()
+    assert len(begins) == 1
+    session.optim_step(make_adam()).result()
+    session.save("after the step").result()
+    assert len(begins) == 2
 
 
 def test_samples_of_a_lost_session_go_on(attach, lose, tmp_path):

@@ -11,6 +11,7 @@ from loss_fns.cross_entropy import cross_entropy
 from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tunebook.backends.remote.failures import RemoteError
 from tunebook.backends.together import link
+from tunebook.backends.together.service import make_client
 from tunebook.errors import BackendError, CheckpointError, ConfigError
 from tunebook.types import CheckpointRef, Datum, StopReason
 
@@ -202,3 +203,19 @@ def test_full_weights(open_remote, open_local, tmp_path) -> None:
         backend.close()
     for ours, theirs in zip(found["remote"], found["local"], strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), atol=1e-4)
+
+
+def test_a_session_that_cannot_be_handed_out_is_stopped(attach, server, tmp_path, monkeypatch):
+    """As where Ctrl-C comes between its start on the service and its entry here."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    backend = attach()
+    monkeypatch.setattr("tunebook.backends.together.backend.RemoteSession", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.open_session("cut short", make_lora(), directory=tmp_path)
+    with make_client(server.url) as client:
+        sessions = client.post_training.sessions.list(limit=100).data or []
+    [found] = [each for each in sessions if (each.display_name or "").startswith("cut short")]
+    assert found.status == "TRAINING_SESSION_STATUS_STOPPED"

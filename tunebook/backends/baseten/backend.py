@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import time
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tunebook.backends.base import Capabilities
 from tunebook.backends.baseten.capacity import Patience
 from tunebook.backends.baseten.catalogue import PLACE_EXAMPLE, Catalogue
 from tunebook.backends.baseten.dialect import LIVE, NONE, PINNED, LoopsDialect
-from tunebook.backends.baseten.failures import translated
+from tunebook.backends.baseten.failures import refused, translated
 from tunebook.backends.baseten.run import owned_run
 from tunebook.backends.baseten.sdk import leave_own_loop, loops_sdk
 from tunebook.backends.baseten.service import BasetenService
@@ -34,7 +33,7 @@ from tunebook.backends.remote.settings import (
     check_at_least_0,
     check_choice,
 )
-from tunebook.errors import ConfigError
+from tunebook.errors import BackendError, ConfigError
 from tunebook.notices import Notes
 from tunebook.resources import Ledger
 from tunebook.runs.attempts import shielded
@@ -54,6 +53,41 @@ class OpenRun:
     stack: ExitStack
     """Deactivates the run when it is closed; not on the loop."""
     link: ClientLink
+
+
+class Held:
+    """The run of one session: none while a lost one is replaced, none at all once it is closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        self._run: OpenRun | None = None
+        self._changing = threading.Lock()
+        """A run is made in one thread while the session may be closed in another."""
+
+    def put(self, run: OpenRun) -> OpenRun:
+        """Keeps a run, which is returned.
+
+        Raises:
+            BackendError: the session is closed, and the run is deactivated.
+        """
+        with self._changing:
+            if not self.closed.is_set():
+                self._run = run
+                return run
+        run.stack.close()
+        raise BackendError("the session is closed")
+
+    def drop(self) -> None:
+        """Deactivates the run, if there is one."""
+        with self._changing:
+            run, self._run = self._run, None
+        if run is not None:
+            run.stack.close()
+
+    def close(self) -> None:
+        """Deactivates the run, and one that is being made once it is there."""
+        self.closed.set()
+        self.drop()
 
 
 class BasetenBackend(RemoteBackend):
@@ -182,9 +216,11 @@ class BasetenBackend(RemoteBackend):
         )
 
     def _close_shared(self) -> None:
-        self._notes.say()
-        if self._loop is not None:
-            self._loop.close()
+        try:
+            self._notes.say()
+        finally:
+            if self._loop is not None:
+                self._loop.close()
 
     def _open(
         self, name: str, lora: LoraConfig | None, directory: Path, base: Base
@@ -192,54 +228,57 @@ class BasetenBackend(RemoteBackend):
         lora = self._adapter(lora)
         loop = self._loop = self._loop or LoopThread()
         run = str(directory.parent)
-        opened = [self._open_run(name, lora, run, base, loop)]
+        max_seq_len = self._catalogue.max_seq_len()
+        held = Held()
 
         async def reopen(place: str | None, with_optimizer: bool) -> ClientLink:
-            def replace() -> OpenRun:
-                opened.pop().stack.close()
-                return self._open_run(name, lora, run, (place, with_optimizer), loop)
+            def replace() -> ClientLink:
+                held.drop()
+                base = (place, with_optimizer)
+                return held.put(self._open_run(name, lora, run, base, loop, held.closed)).link
 
             self._num_recovering += 1
             try:
-                opened.append(await asyncio.to_thread(replace))
+                return await loop.wait_for_thread(replace)
             finally:
                 self._num_recovering -= 1
-            return opened[0].link
 
-        queue = RemoteQueue(
-            name,
-            opened[0].link,
-            loop,
-            self._notes,
-            reopen=reopen,
-            base=base,
-            recover=self._recover,
-            stall_timeout=self._stall_timeout,
-        )
+        with ExitStack() as stack:
+            stack.callback(held.close)
+            queue = RemoteQueue(
+                name,
+                held.put(self._open_run(name, lora, run, base, loop, held.closed)).link,
+                loop,
+                self._notes,
+                reopen=reopen,
+                base=base,
+                recover=self._recover,
+                stall_timeout=self._stall_timeout,
+            )
+            session = RemoteSession(
+                name,
+                lora,
+                queue,
+                at=base[0],
+                losses=self._losses,
+                stop_ids=True,
+                max_seq_len=max_seq_len,
+                download=lambda place, directory: self._download(
+                    queue.link.client, place, directory
+                ),
+                open_at=self._opener_at(name, lora, directory),
+                delete=lambda place: None,  # the service has no call that does
+                leases=Leases(None, lambda place: None),
+                on_close=lambda: self._end(name, held),
+            )
+            stack.pop_all()
+        return session
 
-        return RemoteSession(
-            name,
-            lora,
-            queue,
-            at=base[0],
-            losses=self._losses,
-            stop_ids=True,
-            max_seq_len=self._catalogue.max_seq_len(),
-            download=lambda place, directory: self._download(
-                opened[0].link.client, place, directory
-            ),
-            open_at=self._opener_at(name, lora, directory),
-            delete=lambda place: None,  # the service has no call that does
-            leases=Leases(None, lambda place: None),
-            on_close=lambda: self._end(name, opened),
-        )
-
-    def _end(self, name: str, opened: list[OpenRun]) -> None:
+    def _end(self, name: str, held: Held) -> None:
         """Deactivates the run of a session."""
         self._sessions.pop(name, None)
         with shielded():
-            for one in opened:
-                one.stack.close()
+            held.close()
             self._notes.say()
 
     def _open_run(
@@ -249,17 +288,23 @@ class BasetenBackend(RemoteBackend):
         run: str,
         base: Base,
         loop: LoopThread,
+        closed: threading.Event,
     ) -> OpenRun:
-        """A ready run with the weights of a checkpoint, or fresh ones; not called on the loop."""
+        """A ready run with the weights of a checkpoint, or fresh ones; not called on the loop.
+
+        Raises:
+            BackendError: the session was closed while its run was waited for.
+        """
         place, with_optimizer = base
         with ExitStack() as stack:
-            client = stack.enter_context(self._owned_client(name, lora, run))
+            client = stack.enter_context(self._owned_client(name, lora, run, closed))
             leave_own_loop(client)
             dialect = LoopsDialect(
                 sampler=self._sampler,
                 fresh=place is None,
                 submit_timeout=self._submit_timeout,
                 ready_timeout=self._ready_timeout,
+                loop=loop,
                 say=self._say,
             )
             stack.callback(_close_clients, client, dialect, loop)
@@ -269,13 +314,16 @@ class BasetenBackend(RemoteBackend):
             link = ClientLink(client, dialect, session_id=client.run_id)
             return OpenRun(stack.pop_all(), link)
 
-    def _owned_client(self, name: str, lora: LoraConfig, run: str) -> AbstractContextManager[Any]:
+    def _owned_client(
+        self, name: str, lora: LoraConfig, run: str, closed: threading.Event
+    ) -> AbstractContextManager[Any]:
         """The training client of a new run, in a Loops session of its own."""
         service = self._patiently(
             f"a Loops session for session {name!r}",
             lambda: loops_sdk().ServiceClient(
                 api_key=self._service.api_key, base_url=self._service.base_url
             ),
+            closed,
         )
 
         def create() -> Any:
@@ -292,6 +340,7 @@ class BasetenBackend(RemoteBackend):
                     name=name,
                     scope=self._scope,
                 ),
+                closed,
             )
 
         return owned_run(
@@ -303,16 +352,20 @@ class BasetenBackend(RemoteBackend):
             say=self._say,
         )
 
-    def _patiently(self, what: str, make: Callable[[], Any]) -> Any:
-        """What a call makes; where the shared pool is full, it is called again later."""
-        patience = Patience(self._say)
-        while True:
+    def _patiently(self, what: str, make: Callable[[], Any], closed: threading.Event) -> Any:
+        """What a call makes; where the shared pool is full, it is called again later.
+
+        Raises:
+            BackendError: the session was closed meanwhile.
+        """
+        patience, wait_s = Patience(self._say), 0.0
+        while not closed.wait(wait_s):
             with translated(what):
                 try:
                     return make()
                 except Exception as error:
                     wait_s = patience.wait_s(error, what)
-            time.sleep(wait_s)
+        raise BackendError(f"{what}: not made, the session is closed")
 
     def _say(self, text: str) -> None:
         self._notes.add("resource", text)
@@ -335,7 +388,7 @@ class BasetenBackend(RemoteBackend):
         """The folder, with what a checkpoint for samplers is made of and the tokenizer."""
         found = self._catalogue.checkpoint(place)
         with translated(f"download of {place}"), self._tokenizer.completing(directory) as folder:
-            landed = client.download_checkpoint(found.id, dest_dir=str(folder)).dest_dir
+            landed = _downloaded(client, place, found.id, folder)
             if landed != folder:  # a volume keeps its own paths
                 for file in landed.iterdir():
                     file.rename(folder / file.name)
@@ -347,9 +400,23 @@ class BasetenBackend(RemoteBackend):
 
 def _close_clients(client: Any, dialect: LoopsDialect, loop: LoopThread) -> None:
     """Ends the connections of a run, those on the loop and the SDK's own."""
-    loop.run(dialect.aclose())
-    loop.run(client.aclose())
-    client.close()
+    try:
+        loop.run(dialect.aclose())
+        loop.run(client.aclose())
+    finally:
+        client.close()
+
+
+def _downloaded(client: Any, place: str, checkpoint_id: str, folder: Path) -> Path:
+    """Where the files of a checkpoint landed, in the folder or below it."""
+    import httpx
+
+    try:
+        return client.download_checkpoint(checkpoint_id, dest_dir=str(folder)).dest_dir
+    except httpx.HTTPStatusError as error:
+        status, name = error.response.status_code, PurePosixPath(error.request.url.path).name
+        # Without the SDK's error: whoever has the address in its text can read the file.
+        raise refused(f"download of {place}", error.response, f"HTTP {status} for {name}") from None
 
 
 async def _load(client: Any, dialect: LoopsDialect, call: str, place: str) -> None:

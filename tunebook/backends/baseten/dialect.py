@@ -15,6 +15,7 @@ from tunebook.backends.baseten.failures import translated
 from tunebook.backends.baseten.sdk import loops_sdk, set_patience
 from tunebook.backends.remote.failures import INTERNAL_ERROR, RemoteError, broken_answer
 from tunebook.backends.remote.link import Finish
+from tunebook.backends.remote.loop import LoopThread
 from tunebook.errors import BackendError, ConfigError, NonFiniteError
 from tunebook.types import Metrics, SamplingParams
 
@@ -47,6 +48,7 @@ class LoopsDialect:
         fresh: bool,
         submit_timeout: float,
         ready_timeout: float,
+        loop: LoopThread,
         say: Callable[[str], None],
     ) -> None:
         """
@@ -55,6 +57,7 @@ class LoopsDialect:
             fresh: the run begins with the base model's weights.
             submit_timeout: seconds that the service may refuse a request that the SDK sends again.
             ready_timeout: seconds that a sampler may take to be ready.
+            loop: that it is called on.
             say: told of waits.
         """
         self.types = loops_sdk()
@@ -62,6 +65,7 @@ class LoopsDialect:
         self._is_base = fresh
         self._submit_timeout = submit_timeout
         self._ready_timeout = ready_timeout
+        self._loop = loop
         self._say = say
         self._published: list[Published] = []
 
@@ -122,7 +126,7 @@ class LoopsDialect:
         if self._sampler == LIVE or self._is_base:
             return await client.save_weights_and_get_sampling_client_async(name)
         saved = await (await client.save_weights_for_sampler_async(name)).result_async(math.inf)
-        return await asyncio.to_thread(client.create_sampling_client, saved.path)
+        return await self._loop.wait_for_thread(lambda: client.create_sampling_client(saved.path))
 
     def translated(self, what: str) -> AbstractContextManager[None]:
         return translated(what)

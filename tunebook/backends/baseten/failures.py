@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -157,4 +158,6 @@ def _lost(what: str, error: Exception) -> RemoteError:
 
 
 def _text(error: Exception) -> str:
-    return redact(str(error) or repr(error), os.environ)
+    # What stands behind the ? of an address can be all that it takes to read a file.
+    text = re.sub(r"(https?://[^\s?]+)\?\S*", r"\1", str(error) or repr(error))
+    return redact(text, os.environ)

@@ -6,6 +6,7 @@ makes no session, which the SDK's client does as soon as it is there.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -55,16 +56,22 @@ class BasetenService:
 
     def list_live(self) -> list[LiveResource]:
         """See `ResourceService.list_live`: the runs that are active."""
-        found = [
-            LiveResource(
-                id=run["id"],
-                state=run["status"]["name"],
-                what={"session_id": run["session_id"], "base_model": run["base_model"]},
-                created_at=run.get("created_at"),
-            )
-            for run in self.ask("/v1/loops/runs")["runs"]
-            if run["status"]["name"] == ACTIVE
-        ]
+        path = "/v1/loops/runs"
+        try:
+            found = [
+                LiveResource(
+                    id=run["id"],
+                    state=run["status"]["name"],
+                    what={"session_id": run["session_id"], "base_model": run["base_model"]},
+                    created_at=run.get("created_at"),
+                )
+                for run in self.ask(path)["runs"]
+                if run["status"]["name"] == ACTIVE
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ServiceError(
+                f"{self.base_url}{path}: the answer is no list of runs: {error!r}"
+            ) from error
         return sorted(found, key=lambda run: run.created_at or "")
 
     def runs_of(self, session_id: str) -> list[str]:
@@ -124,15 +131,19 @@ class BasetenService:
                     if error.code not in AGAIN or attempt == ATTEMPTS:
                         raise self._refused(path, error) from error
                     wait_s = max(wait_s, retry_after_s(dict(error.headers)) or 0.0)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 if attempt == ATTEMPTS:
-                    reason = redact(str(error), os.environ)
+                    reason = redact(str(error) or repr(error), os.environ)
                     raise ServiceError(f"{self.base_url} cannot be reached: {reason}") from error
             time.sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
 
     def _refused(self, path: str, error: urllib.error.HTTPError) -> ServiceError:
-        said = redact(error.read().decode(errors="replace").strip(), os.environ)
+        try:
+            body = error.read().decode(errors="replace").strip()
+        except (OSError, http.client.HTTPException):  # cut short; the status says enough
+            body = str(error.reason)
+        said = redact(body, os.environ)
         text = f"{self.base_url}{path}: HTTP {error.code}: {said}"
         if error.code == 404:
             return NotThere(text)

@@ -22,14 +22,16 @@ def checked_address(base_url: str | None, *, variable: str, hosted: str) -> str:
         hosted: where the hosted service is.
 
     Raises:
-        ConfigError: it is no http address, or holds a password.
+        ConfigError: it is no http address, or holds a user or a password.
     """
     url = (base_url or os.environ.get(variable) or hosted).rstrip("/")
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.password:
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        # What stands before an @ may be a key, of any shape.
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         raise ConfigError(
-            f"backend.base_url={redact(url, os.environ)}: has to be http(s)://HOST[:PORT], without "
-            "a password"
+            f"backend.base_url={redact(shown, os.environ)}: has to be http(s)://HOST[:PORT], "
+            "without a user or password before the host"
         )
     return url
 

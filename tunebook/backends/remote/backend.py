@@ -65,6 +65,9 @@ class RemoteBackend(ABC):
                 raise BackendError(f"a session called {name!r} is open already; give another name")
             base = (restore.location if restore else None, with_optimizer)
             session = self._sessions[name] = self._open(name, lora, directory, base)
+            if self._closed:  # meanwhile, by another thread, which need not have seen it
+                session.close()
+                raise BackendError("this backend is closed")
             return session
 
     def close(self) -> None:
@@ -74,7 +77,7 @@ class RemoteBackend(ABC):
         self._closed = True
         with shielded(), ExitStack() as stack:  # a second Ctrl-C waits for it
             stack.callback(self._close_shared)
-            for session in self._sessions.values():
+            for session in list(self._sessions.values()):  # each leaves the book as it ends
                 stack.callback(session.close)
 
     def _opener_at(

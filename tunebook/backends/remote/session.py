@@ -27,6 +27,7 @@ from tunebook.backends.remote.queue import Operation, RemoteQueue, Start
 from tunebook.backends.remote.rows import marks_of
 from tunebook.columns import loss_name
 from tunebook.errors import BackendError
+from tunebook.runs.attempts import shielded
 from tunebook.types import (
     CheckpointRef,
     Datum,
@@ -95,6 +96,8 @@ class RemoteSession:
         self._published: Start | None = None
         self._moved = False
         """The weights have changed since the last publish that is settled."""
+        self._holds_gradient = False
+        """A gradient is settled that no step has applied yet."""
         self._generator: Callable[[], RemoteGenerator | None] = lambda: None
 
     @property
@@ -148,15 +151,19 @@ class RemoteSession:
 
             return finish
 
+        def settled(metrics: Metrics) -> Metrics:
+            self._holds_gradient = True
+            return metrics
+
         self._num_changes += 1
-        return self._queue.call(Operation("forward_backward", start, changes=True))
+        return self._queue.call(Operation("forward_backward", start, changes=True, settled=settled))
 
     def optim_step(self, params: OptimizerParams) -> Future[Metrics]:
         async def start(link: Link) -> Finish:
             return await link.optim_step(params)
 
         def settled(metrics: Metrics) -> Metrics:
-            self._moved = True
+            self._moved, self._holds_gradient = True, False
             return metrics
 
         self._num_changes += 1
@@ -237,9 +244,12 @@ class RemoteSession:
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
-        self._queue.close()
-        self._on_close()
+        with shielded():  # a session that is closed halfway would go on billing
+            self._closed = True
+            try:
+                self._queue.close()
+            finally:
+                self._on_close()
 
     async def _start_part(
         self, link: Link, rows: list[Datum], loss_fn: LossFn, rows_per_unit: int
@@ -300,6 +310,8 @@ class RemoteSession:
 
     def _move_base(self, checkpoint_id: str) -> None:
         """Lets a session that takes the place of this one begin from a checkpoint."""
+        if self._holds_gradient:
+            return  # A checkpoint does not hold it, and the step to come needs it.
         sampling = self._generator() is not None
         if sampling and self._moved:
             return  # Weights older than the checkpoint are sampled from; it does not hold them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -214,6 +215,7 @@ class TinkerBackend(RemoteBackend):
         loop = self._connect(name)
         service = self._service
         dialect = service.dialect(sampler=self._sampler, checkpoint_ttl=self._checkpoint_ttl)
+        max_seq_len = service.offer().max_seq_len
 
         async def open_link(place: str | None, with_optimizer: bool) -> ClientLink:
             with dialect.translated(f"training client for session {name!r}"):
@@ -237,6 +239,7 @@ class TinkerBackend(RemoteBackend):
             recover=self._recover,
             stall_timeout=self._stall_timeout,
         )
+        keeping = loop.start(leases.keep(loop))
         return RemoteSession(
             name,
             lora,
@@ -244,12 +247,12 @@ class TinkerBackend(RemoteBackend):
             at=base[0],
             losses=self._losses,
             stop_ids=True,
-            max_seq_len=service.offer().max_seq_len,
+            max_seq_len=max_seq_len,
             download=self._download,
             open_at=self._opener_at(name, lora, directory),
             delete=self._delete,
             leases=leases,
-            on_close=lambda: self._end(name, leave()),
+            on_close=lambda: self._end(name, leave(), keeping),
         )
 
     def _connect(self, name: str) -> LoopThread:
@@ -269,8 +272,9 @@ class TinkerBackend(RemoteBackend):
         except (ServiceError, TimeoutError) as error:
             self._notes.add("session_not_finished", f"the session is left to expire: {error}")
 
-    def _end(self, name: str, leaving: Coroutine[Any, Any, None]) -> None:
+    def _end(self, name: str, leaving: Coroutine[Any, Any, None], keeping: Future[None]) -> None:
         self._sessions.pop(name, None)
+        keeping.cancel()
         assert self._loop is not None
         with shielded():
             self._loop.run(leaving)

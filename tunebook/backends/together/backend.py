@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from tunebook.backends.base import Capabilities
@@ -19,7 +20,7 @@ from tunebook.backends.remote.settings import (
     check_cost,
 )
 from tunebook.backends.together.adapters import lora_config
-from tunebook.backends.together.catalogue import PLACE_EXAMPLE, Catalogue
+from tunebook.backends.together.catalogue import PLACE_EXAMPLE, Catalogue, compute_config
 from tunebook.backends.together.connection import Connection
 from tunebook.backends.together.link import TogetherLink
 from tunebook.backends.together.losses import SAME_MEANING
@@ -242,6 +243,8 @@ class TogetherBackend(RemoteBackend):
         base: Base,
     ) -> RemoteSession:
         """A session that begins from a checkpoint, with or without its optimizer."""
+        offer = self._catalogue.offer()
+        mode = offer.full if lora is None else offer.lora
         connection = self._connect(lora is not None)
         resource = connection.resource
         resource.require(lora=lora is not None, run=str(directory.parent))
@@ -264,33 +267,34 @@ class TogetherBackend(RemoteBackend):
             return await open_link(checkpoint_id, with_optimizer)
 
         link = connection.loop.run(open_link(*base))
-        queue: RemoteQueue[TogetherLink] = RemoteQueue(
-            name,
-            link,
-            connection.loop,
-            connection.notes,
-            reopen=reopen,
-            base=base,
-            recover=self._recover,
-            stall_timeout=self._stall_timeout,
-        )
-        offer = self._catalogue.offer()
-        mode = offer.full if lora is None else offer.lora
-
-        return RemoteSession(
-            name,
-            lora,
-            queue,
-            at=base[0],
-            losses=SAME_MEANING if self._own_losses else {},
-            stop_ids=False,
-            max_seq_len=mode.max_seq_len if mode else None,
-            download=self._download,
-            open_at=self._opener_at(name, lora, directory),
-            delete=lambda place: None,  # the service has no call that does
-            leases=Leases(None, lambda place: None),
-            on_close=lambda: self._end(name, queue),
-        )
+        with ExitStack() as stack:
+            stack.callback(lambda: connection.loop.run(connection.stop_session(link.session_id)))
+            queue: RemoteQueue[TogetherLink] = RemoteQueue(
+                name,
+                link,
+                connection.loop,
+                connection.notes,
+                reopen=reopen,
+                base=base,
+                recover=self._recover,
+                stall_timeout=self._stall_timeout,
+            )
+            session = RemoteSession(
+                name,
+                lora,
+                queue,
+                at=base[0],
+                losses=SAME_MEANING if self._own_losses else {},
+                stop_ids=False,
+                max_seq_len=mode.max_seq_len if mode else None,
+                download=self._download,
+                open_at=self._opener_at(name, lora, directory),
+                delete=lambda place: None,  # the service has no call that does
+                leases=Leases(None, lambda place: None),
+                on_close=lambda: self._end(name, queue),
+            )
+            stack.pop_all()
+        return session
 
     def _end(self, name: str, queue: RemoteQueue[TogetherLink]) -> None:
         """Gives the place of a session on the service to another one."""
@@ -308,10 +312,7 @@ class TogetherBackend(RemoteBackend):
     def _make_connection(self, lora: bool) -> Connection:
         what = {
             "base_model": self._service_model,
-            "compute_config": {
-                "num_generator_replicas": self._generator_replicas,
-                **({"gpu_type": self._gpu_type} if self._gpu_type else {}),
-            },
+            "compute_config": compute_config(self._generator_replicas, self._gpu_type),
             "optimizer_config": OPTIMIZERS[self._optimizer],
             "inactive_timeout": self._inactive_timeout,
         }

@@ -74,7 +74,8 @@ class Catalogue:
         self._generator_replicas = generator_replicas
         self._offer: Offer | None = None
         self._borrowed: Any = None
-        self._price: tuple[float, str] | None = None
+        self._prices: dict[bool, tuple[float, str]] = {}
+        """By whether it is for adapters."""
 
     def offer(self) -> Offer:
         """What the service offers for the model.
@@ -106,15 +107,19 @@ class Catalogue:
 
     def price_per_hour(self, lora: bool) -> tuple[float, str]:
         """What an hour of a resource costs, and the currency."""
-        if self._price is None:
+        if lora not in self._prices:
+            replicas, gpu_type = self._generator_replicas, self._gpu_type
+            if self._borrowed_id is not None:
+                compute = self.borrowed().compute_config
+                replicas, gpu_type = compute.num_generator_replicas, compute.gpu_type
             with self.asking() as client:
                 found = client.post_training.model_resources.estimate_cost(
                     base_model=self.model,
-                    compute_config={"num_generator_replicas": self._generator_replicas},
+                    compute_config=compute_config(replicas, gpu_type),
                     lora_enabled=lora,
                 )
-            self._price = (found.price_per_hour, found.currency)
-        return self._price
+            self._prices[lora] = (found.price_per_hour, found.currency)
+        return self._prices[lora]
 
     def check_start(self, start: CheckpointRef, lora: LoraConfig | None) -> None:
         """Returns if a session can begin from a checkpoint.
@@ -153,6 +158,19 @@ class Catalogue:
         """A client of the service, whose errors are ours."""
         with make_client(self.service.base_url) as client, service_errors(self.service.base_url):
             yield client
+
+
+def compute_config(generator_replicas: int, gpu_type: str | None) -> Any:
+    """What a resource is to be made of, as the service takes it.
+
+    Args:
+        generator_replicas: of the sampler; 0 = none.
+        gpu_type: None = the model's own.
+    """
+    return {
+        "num_generator_replicas": generator_replicas,
+        **({"gpu_type": gpu_type} if gpu_type else {}),
+    }
 
 
 def _read_offer(client: Together, model: str, *, gpu_type: str | None) -> Offer:

@@ -59,7 +59,12 @@ class Connection:
             RemoteError: the service has no place for it, or it does not run.
         """
         resource_id = self.resource.id
-        assert resource_id is not None
+        if resource_id is None:  # another session is replacing it, or could not
+            raise RemoteError(
+                f"session {name!r}: the resource is lost, and no other one is ready",
+                code="RESOURCE_LOST",
+                duty=DUTIES["RESOURCE_LOST"],
+            )
         from together import omit
 
         wanted: dict[str, Any] = {

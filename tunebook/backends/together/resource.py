@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -63,6 +64,9 @@ class ModelResource:
         """Whether it trains adapters; None = not known yet."""
         self._used_at = time.monotonic()
         self._replacing = asyncio.Lock()
+        self._closed = threading.Event()
+        self._changing = threading.Lock()
+        """A resource is made in one thread while the backend may be closed in another."""
         self.id: str | None = None
         """None = it is not there (yet)."""
         self.has_generator = False
@@ -100,7 +104,9 @@ class ModelResource:
             RemoteError: it is not ours to replace, or the new one does not become ready.
         """
         async with self._replacing:
-            if self.id == lost_id and self.id is not None:
+            if self.id is not None:  # else the one before was given up, and no new one came up
+                if self.id != lost_id:
+                    return
                 status = await self._status(lost_id)
                 if status == READY:
                     return
@@ -111,7 +117,7 @@ class ModelResource:
                         duty=Duty("service", False, "Attach to another one and resume the run"),
                     )
                 self._notes.add("resource_lost", f"resource {lost_id} is {status}")
-                await asyncio.to_thread(self._replace)
+            await self._loop.wait_for_thread(self._replace)
 
     async def renew(self) -> None:
         """Makes a new resource in place of this one, whatever its state; called on the loop.
@@ -125,11 +131,16 @@ class ModelResource:
                 "them can be loaded on a new resource only; use backend.model_resources_id=null"
             )
         async with self._replacing:
-            await asyncio.to_thread(self._replace)
+            await self._loop.wait_for_thread(self._replace)
 
     def close(self) -> None:
-        """Stops the resource if it is ours; else leaves it as it is."""
-        self.id = None
+        """Stops the resource if it is ours; else leaves it as it is.
+
+        One that is being made in place of a lost one is stopped by the thread that makes it.
+        """
+        with self._changing:
+            self._closed.set()
+            self.id = None
         self._stack.close()
         self._notes.say()
 
@@ -140,6 +151,7 @@ class ModelResource:
 
     def _open(self) -> None:
         settings = self._settings
+        self._check_open()
         with ExitStack() as stack:
             if settings.borrowed_id is not None:
                 resource_id = settings.borrowed_id
@@ -160,8 +172,13 @@ class ModelResource:
             self.lora = found.lora_enabled
             self.has_generator = found.compute_config.num_generator_replicas > 0
             stack.enter_context(self._kept_alive(resource_id))
-            self._stack = stack.pop_all()
-        self.id = resource_id
+            with self._changing:
+                self._check_open()
+                self._stack, self.id = stack.pop_all(), resource_id
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise BackendError("this backend is closed")
 
     def _wait_until_ready(self, resource_id: str) -> Any:
         """The resource, once it is ready; says each change of its state and place in the queue."""
@@ -191,7 +208,8 @@ class ModelResource:
                         "Raise backend.ready_timeout, or null to wait without end",
                     ),
                 )
-            time.sleep(look_s)
+            self._closed.wait(look_s)
+            self._check_open()
             look_s = min(2 * look_s, LAST_LOOK_S)
 
     async def _retrieve(self, resource_id: str) -> Any:
