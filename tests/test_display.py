@@ -312,3 +312,30 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     make_console(stream).print("[red]x")
     assert "31m" not in stream.getvalue()
+
+
+UNREAD = """
+import sys
+from tunebook.display import make_console, progress_display, report_error
+from tunebook.errors import ConfigError
+sys.stdin.read()
+with progress_display(2) as progress:
+    progress.step(1, tokens=1, seconds=1.0)
+    progress.note("lost")
+make_console().print("lost too")
+sys.exit(report_error(ConfigError("and this")))
+"""
+
+
+def test_a_reader_that_goes_away_changes_no_exit_code() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNREAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(timeout=60) == ConfigError.exit_code == 2

@@ -46,8 +46,24 @@ COUNT_EVERY_S = 5.0
 """Seconds between plain lines of a count."""
 
 
+class _LastingConsole(Console):
+    """A console whose reader may go away: what is printed from then on is lost, and no more."""
+
+    def on_broken_pipe(self) -> None:
+        """Prints nothing more. Rich would end the process, in the middle of a step."""
+        self.quiet = True
+        _discard(self.file)
+
+
+def _discard(stream: IO[str]) -> None:
+    """Sends what a stream holds and will be given nowhere: nobody reads it any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def make_console(stream: IO[str] | None = None) -> Console:
-    """A console on a stream (None = standard output) that cannot fail on a character.
+    """A console on a stream (None = standard output) that cannot fail on a character or a reader.
 
     Colours need a terminal and no `NO_COLOR`; characters the stream has no code for print as `?`.
     """
@@ -57,7 +73,7 @@ def make_console(stream: IO[str] | None = None) -> Console:
     # In a notebook rich would make a display of every line, and its kernel asks for colours;
     # plain text goes into one output.
     terminal = False if in_notebook(file) else None
-    return Console(file=file, highlight=False, force_jupyter=False, force_terminal=terminal)
+    return _LastingConsole(file=file, highlight=False, force_jupyter=False, force_terminal=terminal)
 
 
 def is_live(console: Console) -> bool:
@@ -230,8 +246,11 @@ def _print_error(text: str, trace: str | None) -> None:
             for line in lines
         ]
     if trace is not None:
-        print(redact(trace, os.environ).rstrip(), file=sys.stderr)
-    print("\n".join(lines), file=sys.stderr)
+        lines.insert(0, redact(trace, os.environ).rstrip())
+    try:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    except BrokenPipeError:  # the exit code still says it
+        _discard(sys.stderr)
 
 
 class _Speed:

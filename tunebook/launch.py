@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -285,7 +285,10 @@ def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
 
 
 def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
-    """Drains a training under a live display and prints what came of it; returns the exit code."""
+    """Drains a training under a live display and prints what came of it; returns the exit code.
+
+    However it ends, the training is closed on return, so that the backend may be closed.
+    """
     from tunebook.report import render_summary, rollouts_table, samples_table
     from tunebook.reports.run_page import write_run_report
 
@@ -297,10 +300,11 @@ def drive(task: RecipeTask, reports: Generator[StepReport], run: RunDir) -> int:
             done = newest.step if newest else 0
             with progress_display(planned, done=done, console=console) as display:
                 stop.on_request = lambda: display.note(STOP_NOTE)
-                for report in reports:
-                    show(report, display)
-                    if stop.signal_number is not None:
-                        reports.close()
+                with closing(reports):
+                    for report in reports:
+                        show(report, display)
+                        if stop.signal_number is not None:
+                            reports.close()
     except BaseException:
         console.print(failure_text(run), soft_wrap=True)
         raise
@@ -379,7 +383,10 @@ def stop_signals() -> Iterator[StopRequest]:
         if request.signal_number is not None:
             raise KeyboardInterrupt
         request.signal_number = number
-        request.on_request()
+        # It may have come within a print, which cannot be entered twice; the note is then lost, and
+        # the step is not.
+        with suppress(OSError, RuntimeError):
+            request.on_request()
 
     before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

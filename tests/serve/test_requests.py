@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -235,3 +236,23 @@ def test_numbers_keep_their_values():
     assert read_floats([1, 2.5], "x").dtype == np.float32
     assert read_floats([], "x").shape == (0,)
     assert json.loads(json.dumps(read_floats([0.1], "x").tolist())) == [np.float32(0.1)]
+
+
+def test_a_boolean_among_integers_is_none():
+    for read in (read_integers, read_floats):
+        with pytest.raises(ApiError, match=r"x\[1\]"):
+            read([1, True], "x")
+
+
+def test_one_long_text_takes_no_room_for_the_others():
+    """An array of texts would hold 1,001 of 10,000 characters: 40 MB."""
+    values = [1] * 1000 + ["9" * 10_000]
+    for read in (read_integers, read_floats):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ApiError, match=r"x\[1000\]"):
+                read(values, "x")
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1e6

@@ -1,6 +1,7 @@
 """Successive halving: who goes on from a rung, as pure decisions and in a sweep."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from tests.running import train_all
 from tests.sweeps.running import reopened, train_together
 from tests.sweeps.test_equal import configured, numbers
 from tests.sweeps.test_multirun import SMALL, run, sweep_in
+from tunebook.compose import resumed_config
 from tunebook.config import HalvingConfig
 from tunebook.errors import ConfigError
 from tunebook.evaluate import Monitor
@@ -38,7 +40,7 @@ def judged(values, *, keep, at_once, monitor=LOSS):
         ]
         for each in together:
             halving.enter(*each)
-        going_on += [halving.verdict(*each) is None for each in together]
+        going_on += [halving.verdict(each, at.step) is None for each, at in together]
     return going_on
 
 
@@ -110,6 +112,29 @@ def test_losers_are_closed_and_winners_are_as_alone(tmp_path):
         )
     )
     assert numbers(reopened(trials[winner])) == numbers(alone)
+
+
+@pytest.mark.parametrize(("other", "state"), [(0.0, "stopped"), (99.0, "succeeded")])
+def test_a_trial_killed_before_its_verdict_gets_it_first(tmp_path, other, state):
+    """It is judged where it goes on, and ends there without another step, or goes on."""
+    config = configured("sft", tmp_path, {"plan.epochs": 2, "plan.batch_size": 4})
+    _, run = train_all(config, stop_after=2)
+    run.save(replace(run.record, state=RunState.FAILED))
+    judge = Halving(HalvingConfig(rungs=[2], keep=0.5), LOSS)
+    judge.remember(trial(0), run)
+    judge.enter(trial(1), report(2, other))
+    [resumed], watch = train_together([resumed_config("sft", str(run.path), [], {})], judge=judge)
+    assert resumed.state == state
+    run = reopened(resumed)
+    assert run.path == resumed.run.path and len(run.record.attempts) == 2
+    assert run.record.model_available
+    if state == "stopped":
+        assert watch.steps == [] and run.record.outcome.steps == 2
+        assert run.record.state is RunState.CANCELLED
+        [event] = [one for one in run.events() if one["type"] == "stopped_by_sweep"]
+        assert (event["step"], event["attempt"], event["reason"]) == (2, 2, resumed.why)
+    else:
+        assert watch.steps[0] == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def _watch_plainly(
         text = as_text(view, CURVE_WIDTH)
         if text != before:
             console.print(Text(text), soft_wrap=True)
-        if over:
+        if over or console.quiet:  # quiet: its reader has gone away
             return
         before = text
         time.sleep(poll_s)

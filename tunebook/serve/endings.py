@@ -30,7 +30,7 @@ def end_session(state: State, lane: Lane, becomes: SessionStatus) -> None:
     if lane.ending is not None:
         return
     lane.ending = becomes
-    lane.session.status = SessionStatus.STOPPING
+    lane.session.status, lane.session.becomes = SessionStatus.STOPPING, becomes
     state.save(lane.session)
     state.work.notify_all()
 

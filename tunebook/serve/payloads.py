@@ -68,28 +68,50 @@ class Payloads:
         os.replace(partial, self.path(identity))
         return identity
 
+    def check_kept(self, identity: str) -> None:
+        """Returns if a payload may still be uploaded.
+
+        Raises:
+            ApiError: it is forgotten.
+        """
+        if not self._store.keeps_payload(identity):
+            message = f"the time to upload {identity} is over; ask for a new address"
+            raise ApiError(410, message, code="payload_gone")
+
+    def keep(self, identity: str, partial: Path) -> None:
+        """Takes an upload that is whole.
+
+        Raises:
+            ApiError: it is forgotten, so nothing would ever delete the file.
+        """
+        with self._store.transaction():
+            self.check_kept(identity)
+            os.replace(partial, self.path(identity))
+
     def forget(self, *, before: float) -> None:
         """Deletes payloads made before a time."""
         for identity in self._store.take_payloads(before=before):
             self.path(identity).unlink(missing_ok=True)
 
     def clean_up(self) -> None:
-        """Deletes what uploads that were cut short have left; none may be under way."""
-        for partial in self._folder.glob("*.part"):
-            partial.unlink(missing_ok=True)
+        """Deletes files of no payload, as of uploads cut short; none may be under way."""
+        for file in self._folder.iterdir():
+            if not self._store.keeps_payload(file.name):
+                file.unlink(missing_ok=True)
 
     def signature(self, name: str, expires: int) -> str:
         """What makes an address valid."""
         return hmac.new(self._key, f"{expires}/{name}".encode(), hashlib.sha256).hexdigest()
 
-    def address(self, name: str, now: float) -> str:
+    def address(self, name: str, now: float, *, valid_s: float = ADDRESS_S) -> str:
         """A path that can be used without a token for a while.
 
         Args:
             name: what it is for: `up/<id>`, `down/<id>` or `file/<checkpoint>/<variant>/<file>`.
             now: seconds since the epoch.
+            valid_s: seconds for which it can be used.
         """
-        expires = int(now + ADDRESS_S)
+        expires = int(now + valid_s)
         return f"/v1/rl/files/{expires}-{self.signature(name, expires)}/{name}"
 
     def check_address(self, proof: str, name: str, now: float) -> None:

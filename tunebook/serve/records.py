@@ -175,6 +175,8 @@ class Session:
     resume_from: str | None = None
     error: Problem | None = None
     progress: Progress = field(default_factory=Progress)
+    becomes: SessionStatus | None = None
+    """What it ends as, once it is to end; a server that starts again has to know."""
     non_finite: bool = False
     """Whether a step met a gradient that is no number, after which none is taken."""
 
@@ -298,6 +300,7 @@ def session_from(plain: Mapping[str, Any]) -> Session:
         **{
             **plain,
             "status": SessionStatus(plain["status"]),
+            "becomes": SessionStatus(plain["becomes"]) if plain.get("becomes") else None,
             "lora": lora_from(plain["lora"]),
             "error": _optional(Problem, plain["error"]),
             "progress": Progress(**plain["progress"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter as Tally
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -29,7 +28,7 @@ from tunebook.serve.downloads import Downloads
 from tunebook.serve.errors import ApiError, invalid, log_failure, not_found
 from tunebook.serve.meters import CONTENT_TYPE
 from tunebook.serve.operations import READERS
-from tunebook.serve.payloads import Payloads
+from tunebook.serve.payloads import ADDRESS_S, Payloads
 from tunebook.serve.records import (
     CREATED_BY,
     WAITING_RESOURCE,
@@ -313,7 +312,8 @@ class Routes:
             raise invalid("", f"training session is not running (current status: {session.status})")
         now = self._settings.now()
         identity = self._payloads.new(session.id, now)
-        address = self._payloads.address(f"up/{identity}", now)
+        valid_s = min(ADDRESS_S, self._settings.keep_s)
+        address = self._payloads.address(f"up/{identity}", now, valid_s=valid_s)
         return Json({"payload_id": identity, "upload_url": address})
 
     async def download_url(self, request: Request) -> Response:
@@ -325,12 +325,13 @@ class Routes:
 
     async def upload(self, request: Request) -> Response:
         identity = self._checked_name(request, "up/{id}")
+        self._payloads.check_kept(identity)
         partial = self._payloads.partial_path(identity)
         try:
             with partial.open("wb") as file:
                 async for part in body_parts(request, max_bytes=self._settings.max_payload_bytes):
                     file.write(part)
-            os.replace(partial, self._payloads.path(identity))
+            self._payloads.keep(identity, partial)
         finally:
             partial.unlink(missing_ok=True)
         return Response(status_code=200)

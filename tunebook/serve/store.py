@@ -295,6 +295,10 @@ class Store:
         query = "SELECT 1 FROM payloads WHERE id = ? AND session_id = ?"
         return self._one(query, (payload_id, session_id)) is not None
 
+    def keeps_payload(self, payload_id: str) -> bool:
+        """Whether a payload is not forgotten."""
+        return self._one("SELECT 1 FROM payloads WHERE id = ?", (payload_id,)) is not None
+
     def take_payloads(self, *, before: float) -> list[str]:
         """Ids of payloads made before a time, which are forgotten."""
         with self.transaction():

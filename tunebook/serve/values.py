@@ -121,8 +121,8 @@ def read_choice(value: Any, choices: Mapping[str, T], where: str) -> T:
 def read_integers(value: Any, where: str) -> npt.NDArray[np.int64]:
     """`[T]` int64, from numbers or decimal strings."""
     items = read_list(value, where)
-    array = _as_array(items)
-    if array is not None and array.ndim == 1 and array.dtype.kind == "i":
+    array = _as_array(items, {int})
+    if array is not None and array.dtype.kind == "i":
         return array.astype(np.int64, copy=False)
     for index, item in enumerate(items):
         read_int(item, f"{where}[{index}]", low=-INT64, high=INT64 - 1)
@@ -132,8 +132,8 @@ def read_integers(value: Any, where: str) -> npt.NDArray[np.int64]:
 def read_floats(value: Any, where: str) -> npt.NDArray[np.float32]:
     """`[T]` float32, finite."""
     items = read_list(value, where)
-    array = _as_array(items)
-    if array is None or array.ndim != 1 or array.dtype.kind not in "if":
+    array = _as_array(items, {int, float})
+    if array is None or array.dtype.kind not in "if":
         for index, item in enumerate(items):
             read_number(item, f"{where}[{index}]")
         array = np.array([float(item) for item in items])
@@ -145,12 +145,18 @@ def read_floats(value: Any, where: str) -> npt.NDArray[np.float32]:
     return floats
 
 
-def _as_array(items: Sequence[Any]) -> npt.NDArray[Any] | None:
+def _as_array(items: Sequence[Any], kinds: Collection[type]) -> npt.NDArray[Any] | None:
+    """The items as an array; None = they are to be read one by one.
+
+    Only where all are of some kinds: of other items, numpy would make each as large as the largest.
+    """
     if not items:
         return np.zeros(0, np.int64)
+    if not set(map(type, items)) <= set(kinds):
+        return None
     try:
         return np.array(items)
-    except (ValueError, OverflowError, RecursionError):  # ragged, or too large: found one by one
+    except OverflowError:  # too large: found one by one
         return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tunebook.backends.local.backend import LocalBackend
 from tunebook.errors import TunebookError
 from tunebook.serve.endings import settle_stopped
-from tunebook.serve.errors import ApiError, log_failure
+from tunebook.serve.errors import log_failure
 from tunebook.serve.execution import (
     OperationError,
     Result,
@@ -96,7 +96,7 @@ class Worker:
             for session in reversed(sessions):
                 lane = Lane(session)
                 if session.status is SessionStatus.STOPPING:
-                    lane.ending = SessionStatus.STOPPED
+                    lane.ending = session.becomes or SessionStatus.STOPPED
                 for operation in state.store.unended_operations(session.id):
                     lane.queue.append(Queued(operation, None))
                     state.operations[operation.id] = operation
@@ -119,15 +119,15 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            with self._state.work:
-                task = self._next()
-                while task is None and not self._stopping:
-                    self._state.work.wait()
-                    task = self._next()
-                if self._stopping:
-                    break
-            assert task is not None
             try:
+                with self._state.work:
+                    task = self._next()
+                    while task is None and not self._stopping:
+                        self._state.work.wait()
+                        task = self._next()
+                    if self._stopping:
+                        break
+                assert task is not None
                 task()
             except Exception as error:
                 # What is on disk is whole: a server that starts again goes on from it.
@@ -153,24 +153,29 @@ class Worker:
         for lane in lanes:
             if lane.session.id not in self._trainees and now >= lane.due_at:
                 return lambda: self._open(lane)
-        waiting = [lane for lane in lanes if lane.queue]
-        if not waiting:
-            return None
-        self._gather(waiting)
-        ready = [
-            lane
-            for lane in self._state.lanes.values()
-            if lane.queue and lane.ending is None and lane.session.id in self._trainees
-        ]
-        return (lambda: self._run_operations(ready)) if ready else self._next()
+        return self._run_oldest if any(lane.queue for lane in lanes) else None
 
-    def _gather(self, waiting: list[Lane]) -> None:
+    def _run_oldest(self) -> None:
+        """Runs the oldest operation, unless its session has begun to end meanwhile."""
+        with self._state.lock:
+            waiting = [lane for lane in self._state.lanes.values() if lane.queue]
+        first = min(waiting, key=lambda lane: lane.queue[0].operation.seq)
+        kind = self._kind(first.queue[0])
+        with self._state.work:
+            self._gather(kind)
+            ready = [
+                lane
+                for lane in self._state.lanes.values()
+                if lane.queue and lane.ending is None and lane.session.id in self._trainees
+            ]
+        if ready and not self._stopping:
+            self._run_operations(ready)
+
+    def _gather(self, kind: str | None) -> None:
         """Gives sessions that were busy a moment ago a moment to join in.
 
         Clients that train at once and wait for each result would otherwise take turns for good.
         """
-        first = min(waiting, key=lambda lane: lane.queue[0].operation.seq)
-        kind = self._kind(first.queue[0])
         now = time.monotonic()
         deadline = now + min(MAX_GATHER_S, GATHER_SHARE * self._took_s.get(kind, 0.0))
 
@@ -225,10 +230,13 @@ class Worker:
         return queued.request
 
     def _kind(self, queued: Queued) -> str | None:
-        """What an operation can run together with; one that cannot be read fails by itself."""
+        """What an operation can run together with; one that cannot be read fails by itself.
+
+        Not to be called with the lock: a large request takes a while to be read.
+        """
         try:
             return None if queued.alone else joint_kind(self._request(queued))
-        except ApiError:
+        except Exception:  # it is raised, and told, again when it begins
             return None
 
     def _run_operations(self, waiting: list[Lane]) -> None:
@@ -236,14 +244,13 @@ class Worker:
         first = min(waiting, key=lambda lane: lane.queue[0].operation.seq)
         kind = self._kind(first.queue[0])
         chosen: list[tuple[Lane, Queued]] = []
-        with self._state.lock:
-            for lane in waiting if kind is not None else [first]:
-                for _ in range(MAX_TOGETHER if kind is not None else 1):
-                    if not lane.queue:
-                        break
-                    head = lane.queue[0]
-                    if kind is not None and self._kind(head) != kind:
-                        break
+        for lane in waiting if kind is not None else [first]:
+            for _ in range(MAX_TOGETHER if kind is not None else 1):
+                # The head stays the head: others only append.
+                head = lane.queue[0] if lane.queue else None
+                if head is None or (kind is not None and self._kind(head) != kind):
+                    break
+                with self._state.lock:
                     chosen.append((lane, lane.queue.popleft()))
                     lane.num_running += 1
         chosen.sort(key=lambda one: one[1].operation.seq)
@@ -331,10 +338,10 @@ class Worker:
             state.store.end_operation(operation, output=output, now=state.settings.now())
             state.store.put(session)
             one.lane.num_running -= 1
+            state.touch(session.resources_id)  # before anybody sees that nothing of it runs
             one.trainee.last_seq = operation.seq
         state.monitor.tokens.add(num_tokens(self._request(one.queued)), kind=operation.kind)
         self._ended(one.queued)
-        state.touch(session.resources_id)
 
     def _ended(self, queued: Queued) -> None:
         """Says that an operation has ended, once that is written."""
@@ -362,8 +369,8 @@ class Worker:
             self._write_failure(operation, failure)
             state.store.put(lane.session)
             lane.num_running -= 1
+            state.touch(lane.session.resources_id)  # before anybody sees that nothing of it runs
         self._ended(queued)
-        state.touch(lane.session.resources_id)
 
     def _write_failure(self, operation: Operation, failure: OperationError) -> None:
         operation.status = OperationStatus.FAILED

@@ -14,8 +14,8 @@ from tunebook.backends.base import Backend
 from tunebook.backends.gathering import Gathering
 from tunebook.errors import RunCancelled, TunebookError
 from tunebook.launch import StopRequest, Train, start_run
-from tunebook.runs import redact
-from tunebook.sweeps.trial import STATE_OF_RUN, Trial, TrialState
+from tunebook.runs import RunDir, cancellation, redact
+from tunebook.sweeps.trial import STATE_OF_RUN, STOPPED_EVENT, Trial, TrialState
 from tunebook.types import StepReport
 
 LAST_WORDS_S = 10.0
@@ -49,7 +49,11 @@ class Judge(Protocol):
         """Takes the result of a step that is due."""
         ...
 
-    def verdict(self, trial: Trial, report: StepReport) -> str | None:
+    def unjudged_step(self, trial: Trial, run: RunDir) -> int | None:
+        """The step from which a resumed trial goes on, if it was killed before its verdict."""
+        ...
+
+    def verdict(self, trial: Trial, step: int) -> str | None:
         """Why the trial ends after a step that was entered; None = it goes on."""
         ...
 
@@ -164,19 +168,31 @@ class _Driver:
     def _train_trial(self, trial: Trial) -> None:
         assert trial.task is not None and trial.run is not None
         run = trial.run
-        reason: str | None = None
+        reason = overdue = self._overdue_verdict(trial, run)
+        if overdue is not None:
+            # The attempt ends before its first step, and promotes what the run has.
+            cancellation.request(run.path, len(run.record.attempts) + 1)
         with closing(self._train(trial.task, self._backend, run)) as reports:
             for report in reports:
                 with self._one_call:
                     self._watch.stepped(trial, report)
                 reason = self._verdict(trial, report)
                 if reason is not None:
-                    run.event("stopped_by_sweep", step=report.step, reason=reason)
+                    run.event(STOPPED_EVENT, step=report.step, reason=reason)
                 if reason is not None or self._stop.signal_number is not None:
                     reports.close()
+        if overdue is not None:
+            run.event(STOPPED_EVENT, step=run.record.attempts[-1].resumed_from_step, reason=overdue)
         trial.state, trial.why = STATE_OF_RUN[run.record.state], None
         if reason is not None and trial.state is TrialState.CANCELLED:
             trial.state, trial.why = TrialState.STOPPED, reason
+
+    def _overdue_verdict(self, trial: Trial, run: RunDir) -> str | None:
+        step = None if self._judge is None else self._judge.unjudged_step(trial, run)
+        if self._judge is None or step is None:
+            return None
+        with self._one_call:
+            return self._judge.verdict(trial, step)
 
     def _verdict(self, trial: Trial, report: StepReport) -> str | None:
         judge = self._judge
@@ -187,7 +203,7 @@ class _Driver:
         found: list[str | None] = []
 
         def decide() -> None:
-            found.append(judge.verdict(trial, report))
+            found.append(judge.verdict(trial, report.step))
 
         # Trials that come here in one round are compared with each other, whoever was first.
         self._gathering.wait_for(decide)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tunebook.config import HalvingConfig
 from tunebook.errors import ConfigError
 from tunebook.evaluate import Monitor
-from tunebook.runs import RunDir
+from tunebook.runs import RunDir, RunState, newest_checkpoint
 from tunebook.sweeps.trial import Trial
 from tunebook.types import StepReport
 
@@ -47,16 +47,32 @@ class Halving:
         value = (report.evaluation or {}).get(self._monitor.metric)
         self._results[report.step][trial.number] = math.nan if value is None else value
 
-    def verdict(self, trial: Trial, report: StepReport) -> str | None:
+    def unjudged_step(self, trial: Trial, run: RunDir) -> int | None:
+        """The rung from which a trial goes on that was killed there before its verdict, if any.
+
+        A step beyond it, or an end by a request to stop, follow on the verdict.
+        """
+        newest = newest_checkpoint(run.checkpoints())
+        results = None if newest is None else self._results.get(newest.step)
+        if newest is None or results is None or trial.number not in results:
+            return None
+        assert trial.task is not None
+        is_last = newest.step >= trial.task.summary["planned_steps"]
+        went_on = run.metrics()[-1]["step"] > newest.step
+        if is_last or went_on or run.record.state is RunState.CANCELLED:
+            return None
+        return newest.step
+
+    def verdict(self, trial: Trial, step: int) -> str | None:
         """Why a trial ends at a rung that it has entered; None = it goes on."""
-        results = self._results[report.step]
+        results = self._results[step]
         value = results[trial.number]
         going_on = max(1, math.floor(self._keep * len(results)))
         better = sum(self._is_better(other, value) for other in results.values())
         if better < going_on and not math.isnan(value):
             return None
         return (
-            f"{self._monitor.metric} {value:.4g} at step {report.step} is not among the best "
+            f"{self._monitor.metric} {value:.4g} at step {step} is not among the best "
             f"{going_on} of {len(results)}"
         )
 

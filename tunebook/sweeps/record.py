@@ -21,12 +21,13 @@ from filelock import FileLock, Timeout
 from tunebook.compose import as_dict
 from tunebook.config import RecipeConfig
 from tunebook.errors import ConfigError, RunError
-from tunebook.runs import RunDir, redact_config
+from tunebook.runs import RunDir, RunState, observed, redact_config
 from tunebook.runs.attempts import utc_now
 from tunebook.runs.files import read_json, replace_json, writing
 from tunebook.runs.numbering import claim_folder, folder_name
 from tunebook.runs.redaction import REDACTED
-from tunebook.sweeps.trial import FINAL, STATE_OF_RUN, Trial, TrialState
+from tunebook.runs.status import INTERRUPTED, shown
+from tunebook.sweeps.trial import FINAL, STATE_OF_RUN, STOPPED_EVENT, Trial, TrialState
 
 SWEEP_FILE = "sweep.json"
 SWEEPS = "sweeps"
@@ -149,10 +150,21 @@ class SweepDir:
 
     def current(self, record: TrialRecord) -> TrialRecord:
         """The record of a trial, corrected by its run: the last moments may be missing in it."""
-        run = self.run_of(record)
-        if record.state in FINAL or run is None:
+        if record.state in FINAL:
             return record
-        state = STATE_OF_RUN.get(run.record.state, record.state)
+        run = self.run_of(record)
+        found = None if run is None else observed(run)
+        lost = found is not None and shown(found) == INTERRUPTED
+        if run is not None and (lost or run.record.state is RunState.CANCELLED):
+            reason = _stopped_for(run)
+            if reason is not None:
+                return replace(record, state=TrialState.STOPPED, why=reason)
+        state = record.state if found is None else STATE_OF_RUN.get(found.state, record.state)
+        if record.state is TrialState.PENDING and state not in FINAL:
+            return record  # the sweep, should it go on, has yet to begin with it
+        alive = found is not None and found.live_attempt is not None
+        if lost or (state is TrialState.RUNNING and not alive and not self.is_driven()):
+            state = TrialState.INTERRUPTED
         return record if state is record.state else replace(record, state=state)
 
     def is_driven(self) -> bool:
@@ -182,6 +194,18 @@ class SweepDir:
             yield
         finally:
             lock.release()
+
+
+def _stopped_for(run: RunDir) -> str | None:
+    """Why a sweep stopped the last attempt of a run; None = it did not.
+
+    That it did is written before the run ends, so it is known of a run that was killed meanwhile.
+    """
+    last = len(run.record.attempts)
+    for event in run.events():
+        if event["type"] == STOPPED_EVENT and event["attempt"] == last:
+            return str(event["reason"])
+    return None
 
 
 def claim_sweep(runs_dir: Path, name: str) -> Path:

@@ -222,7 +222,9 @@ class Sweep:
             self._sweep = SweepDir.create(self._folder, self._recipe, halving=halving)
             self._lock.enter_context(self._sweep.only_writer())
         for trial in trials:
-            self._sweep.note(trial)
+            # Of a trial that is over and whose run was deleted, the record is all there is.
+            if trial.run is not None or trial.state not in FINAL:
+                self._sweep.note(trial)
 
     def _train_all(self, trials: Sequence[Trial], settings: SweepConfig) -> None:
         assert self._sweep is not None

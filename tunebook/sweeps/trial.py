@@ -26,10 +26,14 @@ class TrialState(StrEnum):
     CANCELLED = "cancelled"
     STOPPED = "stopped"
     """By the sweep, which found others better."""
+    INTERRUPTED = "interrupted"
+    """Its process was killed, and no sweep goes on with it; never in `sweep.json`."""
 
 
 FINAL = frozenset({TrialState.SUCCEEDED, TrialState.STOPPED})
 """States that a resumed sweep leaves alone."""
+STOPPED_EVENT = "stopped_by_sweep"
+"""Of a run, with the step and the reason."""
 STATE_OF_RUN = {
     RunState.SUCCEEDED: TrialState.SUCCEEDED,
     RunState.FAILED: TrialState.FAILED,
