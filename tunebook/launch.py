@@ -378,6 +378,8 @@ def stop_signals() -> Iterator[StopRequest]:
     def ask(number: int, frame: FrameType | None) -> None:
         if request.signal_number is not None:
             raise KeyboardInterrupt
+            if number == signal.SIGTERM:
+                raise SystemExit(128 + number)
         request.signal_number = number
         request.on_request()
 
