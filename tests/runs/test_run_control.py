@@ -366,6 +366,44 @@ def test_a_process_of_another_machine_is_taken_to_be_alive(run: RunDir) -> None:
     with pytest.raises(RunError, match="on elsewhere"), run.attempt(planned_steps=1):
         pytest.fail("two writers")
     assert socket.gethostname() != "elsewhere"
+    attempt = replace(attempt, started_at="2020-01-01T00:00:00.000+00:00")
+    run.save(run.record.with_attempt(attempt))
+    assert run_status(run.path).done
+    with run.attempt(planned_steps=1):
+        run.finish(StopReason.CANCELLED, steps=0)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+
+
+@needs_proc
+def test_a_dead_process_of_any_parent_is_no_live_process(run: RunDir) -> None:
+    parent = subprocess.Popen(
+        ["sh", "-c", "sleep 0.1 & echo $!; exec sleep 60"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        with run_lease(run):
+            run.accept(int(parent.stdout.readline()))
+        status = wait(run.path, poll_s=0.02, timeout_s=20)
+        assert status.record.attempts[-1].state is AttemptState.EXPIRED
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+@needs_proc
+def test_a_later_process_with_the_same_pid_is_another(run: RunDir) -> None:
+    with run_lease(run):
+        run.accept(os.getppid())
+    assert not run_status(run.path).done
+    attempt = run.record.attempts[-1]
+    assert attempt.process_started is not None
+    boot, ticks = attempt.process_started.split()
+    earlier = replace(attempt, process_started=f"{boot} {int(ticks) - 1}")
+    run.save(run.record.with_attempt(earlier))
+    assert run_status(run.path).record.attempts[-1].state is AttemptState.EXPIRED
+    assert cancel(run.path).confirmed
 
 
 # Preparation.

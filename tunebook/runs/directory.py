@@ -397,7 +397,12 @@ class RunDir:
 
     def accept(self, pid: int) -> None:
         """Records the process that was started for the leased attempt."""
-        attempt = replace(self.record.attempts[-1], state=AttemptState.ACCEPTED, pid=pid)
+        attempt = replace(
+            self.record.attempts[-1],
+            state=AttemptState.ACCEPTED,
+            pid=pid,
+            process_started=attempts.process_started(pid),
+        )
         self.save(self.record.with_attempt(attempt))
         self.event("attempt_accepted", pid=pid)
 
