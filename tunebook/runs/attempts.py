@@ -170,6 +170,22 @@ def held_lease(record: RunRecord) -> str | None:
     return None
 
 
+def is_leased_here(record: RunRecord) -> bool:
+    """Whether the last attempt of a run waits for this process to begin it."""
+    live = record.live_attempt
+    return (
+        live is not None
+        and live.state in AWAITING_PROCESS
+        and live.lease is not None
+        and live.lease == held_lease(record)
+    )
+
+
+def begins_anew(record: RunRecord) -> bool:
+    """Whether this process was started to train a run again from step 0."""
+    return is_leased_here(record) and record.attempts[-1].resumed_from_step == 0
+
+
 def leased_seconds(record: RunRecord) -> float | None:
     """Seconds since another process leased the attempt of this one; None = none did."""
     if os.environ.get(LEASE_VARIABLE, "").partition(":")[0] != record.id:
