@@ -281,7 +281,7 @@ def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
         run.write_plan({**task.summary, "data_fingerprint": fingerprint})
         run.write_split(task.rows.split)
         write_mask_sample(run, task.rows.train, task.train_data, task.tokenizer)
-    run.add_time("preparing_s", preparing_s)
+        run.add_time("preparing_s", preparing_s)
     return run
 
 
@@ -378,9 +378,9 @@ def stop_signals() -> Iterator[StopRequest]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         if request.signal_number is not None:
-            raise KeyboardInterrupt
             if number == signal.SIGTERM:
                 raise SystemExit(128 + number)
+            raise KeyboardInterrupt
         request.signal_number = number
         request.on_request()
 

@@ -58,12 +58,16 @@ STATE_OF_RUN_STATE = {
 }
 
 
+class RunHeldError(RunError):
+    """A run that another process prepares or trains."""
+
+
 @contextmanager
 def locked(run_path: Path) -> Iterator[None]:
     """Holds the lock of a run, which the operating system frees when the process dies.
 
     Raises:
-        RunError: another process holds it.
+        RunHeldError: another process holds it.
         StorageError: the lock file cannot be made.
     """
     lock = FileLock(run_path / LOCK_FILE, thread_local=False)
@@ -71,7 +75,7 @@ def locked(run_path: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=LOCK_WAIT_S)
         except Timeout:
-            raise RunError(_who_holds(run_path)) from None
+            raise RunHeldError(_who_holds(run_path)) from None
     try:
         yield
     finally:
@@ -264,13 +268,13 @@ def refuse_if_leased(record: RunRecord, run_path: Path) -> None:
     """Returns unless the next attempt belongs to another process that is starting.
 
     Raises:
-        RunError: it does; the message names it.
+        RunHeldError: it does; the message names it.
     """
     live = record.live_attempt
     if live is None or live.state not in AWAITING_PROCESS or not process_exists(live):
         return
     if live.lease != held_lease(record):
-        raise RunError(_who_holds(run_path))
+        raise RunHeldError(_who_holds(run_path))
 
 
 def ended(record: RunRecord) -> RunRecord:

@@ -342,16 +342,26 @@ class RunDir:
     def preparing(self) -> Iterator[None]:
         """Makes the run `verified` at the end of the block; an exception, failed or cancelled.
 
-        What fails here has cost nothing, and the run cannot be trained.
+        What fails here has cost nothing, and the run cannot be trained. The lock of the run is held
+        meanwhile, by which others tell that its process is there.
+
+        Raises:
+            RunCancelled: somebody asked for that.
         """
-        self.set_preparation(Preparation.SNAPSHOTTING)
-        try:
-            yield
-        except BaseException as error:
-            with attempts.shielded():
-                self._end_preparation(error)
-            raise
-        self.set_preparation(Preparation.VERIFIED)
+        with attempts.locked(self.path):
+            self.reload()
+            if self.record.state is RunState.CANCELLED:
+                raise RunCancelled(f"{self.path}: cancelled before its preparation")
+            self.set_preparation(Preparation.SNAPSHOTTING)
+            try:
+                yield
+                if cancellation.is_requested(self.path, 1):
+                    raise RunCancelled(f"{self.path}: cancelled before its first step")
+            except BaseException as error:
+                with attempts.shielded():
+                    self._end_preparation(error)
+                raise
+            self.set_preparation(Preparation.VERIFIED)
 
     def add_time(self, phase: str, seconds: float) -> None:
         """Adds seconds to a phase of `Timing`, for example `preparing_s`."""
@@ -583,6 +593,7 @@ class RunDir:
         try:
             self.save(replace(self.record, state=state, failure=failure))
             self.set_preparation(Preparation.CANCELLED if cancelled else Preparation.FAILED)
+            cancellation.forget(self.path, 1)
         except RunError as refused:
             error.add_note(f"The run directory could not record this end: {refused}")
 
