@@ -46,7 +46,7 @@ from tunebook.runs import (
 )
 from tunebook.runs.attempts import leased_seconds
 from tunebook.runs.listing import flattened
-from tunebook.runs.starting import next_commands
+from tunebook.runs.starting import ending_lease, next_commands
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -140,15 +140,16 @@ def sweep_of(
 
 def execute(recipe: str, config: RecipeConfig, prepare: Prepare, train: Train) -> int:
     """Prepares one config and, unless it is a dry run, trains it; returns the exit code."""
-    task, preparing_s = prepared(config, prepare)
-    console = make_console()
-    with closing(build_backend(config)) as backend:
-        admit(task, backend)
-        if config.dry_run:
-            console.print(dry_run_text(recipe, task, preparing_s), soft_wrap=True)
-            return 0
-        run = start_run(recipe, task, preparing_s)
-        return drive(task, train(task, backend, run), run)
+    with ending_lease(config.resume):
+        task, preparing_s = prepared(config, prepare)
+        console = make_console()
+        with closing(build_backend(config)) as backend:
+            admit(task, backend)
+            if config.dry_run:
+                console.print(dry_run_text(recipe, task, preparing_s), soft_wrap=True)
+                return 0
+            run = start_run(recipe, task, preparing_s)
+            return drive(task, train(task, backend, run), run)
 
 
 def detach(recipe: str, config: RecipeConfig, prepare: Prepare, train: Train) -> int:
@@ -280,7 +281,7 @@ def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
         run.write_plan({**task.summary, "data_fingerprint": fingerprint})
         run.write_split(task.rows.split)
         write_mask_sample(run, task.rows.train, task.train_data, task.tokenizer)
-    run.add_time("preparing_s", preparing_s)
+        run.add_time("preparing_s", preparing_s)
     return run
 
 
@@ -381,6 +382,8 @@ def stop_signals() -> Iterator[StopRequest]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         if request.signal_number is not None:
+            if number == signal.SIGTERM:
+                raise SystemExit(128 + number)
             raise KeyboardInterrupt
         request.signal_number = number
         # It may have come within a print, which cannot be entered twice; the note is then lost, and

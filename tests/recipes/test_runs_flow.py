@@ -17,7 +17,7 @@ from tests.fakes import FakeBackend
 from tests.running import train_all
 from tunebook.compose import compose
 from tunebook.errors import AdmissionError, RunCancelled
-from tunebook.launch import admit, start_run
+from tunebook.launch import admit, execute, start_run
 from tunebook.opening import build_backend
 from tunebook.runs import (
     AttemptState,
@@ -31,6 +31,7 @@ from tunebook.runs import (
     start,
     wait,
 )
+from tunebook.runs.starting import lease_retry
 from tunebook.types import Estimate
 
 SMALL = {
@@ -189,6 +190,18 @@ def test_a_retry_from_the_beginning_is_the_same_run_again(tmp_path):
     assert RunDir.open(run.path).record.outcome.steps == 9
 
 
+def test_a_retry_that_fails_before_it_begins_says_why_and_keeps_what_there_was(tmp_path):
+    _, run = train_all(configured(tmp_path, SMALL), stop_after=2)
+    assert lease_retry(run.path).attempt.resumed_from_step == 0
+    config = compose("sft", {"resume": str(run.path), "limits.max_seconds": 1e-6})
+    with pytest.raises(AdmissionError):
+        execute("sft", config, sft.prepare, sft.train)
+    record = assert_complete(run)
+    assert (record.state, record.failure.code) == (RunState.FAILED, "over_limit")
+    assert record.attempts[-1].state is AttemptState.FAILED
+    assert record.model_available and [one.step for one in run.checkpoints()] == [2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -270,7 +283,7 @@ def test_a_second_signal_stops_at_once_and_leaves_a_complete_record(tmp_path, nu
         assert process.poll() is None
     process.send_signal(number)
     process.communicate(timeout=END_S)
-    assert process.returncode in (130, 128 + number)
+    assert process.returncode == 128 + number
     run = only_run(tmp_path)
     record = assert_complete(run)
     assert record.state is RunState.CANCELLED

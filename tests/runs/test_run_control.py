@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,9 @@ from tunebook.runs import (
     run_status,
     wait,
 )
+from tunebook.runs.attempts import locked
+from tunebook.runs.status import shown
+from tunebook.runs_commands import exit_code_of
 
 TRAINER = """
 import sys, time
@@ -366,6 +370,44 @@ def test_a_process_of_another_machine_is_taken_to_be_alive(run: RunDir) -> None:
     with pytest.raises(RunError, match="on elsewhere"), run.attempt(planned_steps=1):
         pytest.fail("two writers")
     assert socket.gethostname() != "elsewhere"
+    attempt = replace(attempt, started_at="2020-01-01T00:00:00.000+00:00")
+    run.save(run.record.with_attempt(attempt))
+    assert run_status(run.path).done
+    with run.attempt(planned_steps=1):
+        run.finish(StopReason.CANCELLED, steps=0)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+
+
+@needs_proc
+def test_a_dead_process_of_any_parent_is_no_live_process(run: RunDir) -> None:
+    parent = subprocess.Popen(
+        ["sh", "-c", "sleep 0.1 & echo $!; exec sleep 60"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        with run_lease(run):
+            run.accept(int(parent.stdout.readline()))
+        status = wait(run.path, poll_s=0.02, timeout_s=20)
+        assert status.record.attempts[-1].state is AttemptState.EXPIRED
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+@needs_proc
+def test_a_later_process_with_the_same_pid_is_another(run: RunDir) -> None:
+    with run_lease(run):
+        run.accept(os.getppid())
+    assert not run_status(run.path).done
+    attempt = run.record.attempts[-1]
+    assert attempt.process_started is not None
+    boot, ticks = attempt.process_started.split()
+    earlier = replace(attempt, process_started=f"{boot} {int(ticks) - 1}")
+    run.save(run.record.with_attempt(earlier))
+    assert run_status(run.path).record.attempts[-1].state is AttemptState.EXPIRED
+    assert cancel(run.path).confirmed
 
 
 # Preparation.
@@ -394,6 +436,60 @@ def test_a_preparation_that_ends_badly_is_recorded(
     record = RunDir.open(run.path).record
     assert (record.preparation, record.state, record.attempts) == (preparation, state, [])
     assert (record.failure and record.failure.code) == code
+
+
+def test_cancelled_while_it_is_prepared_it_is_never_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunebook.runs.attempts.LOCK_WAIT_S", 0.05)
+    run = RunDir.create(tmp_path, "sft", None)
+    with pytest.raises(RunCancelled), run.preparing():
+        for _ in range(2):
+            assert not cancel(run.path).confirmed
+        assert on_disk(run) is RunState.PENDING
+    status = run_status(run.path)
+    assert (status.done, status.record.state) == (True, RunState.CANCELLED)
+    assert status.record.preparation is Preparation.CANCELLED
+    assert cancel(run.path).confirmed
+    seqs = [event.seq for event in events(run.path)]
+    assert seqs == list(range(1, len(seqs) + 1))
+    assert list(run.path.glob(".cancel*")) == []
+
+
+def test_cancelled_before_it_is_prepared_it_is_not(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "sft", None)
+    assert cancel(run.path).confirmed
+    with pytest.raises(RunCancelled), run.preparing():
+        pytest.fail("it is prepared")
+    assert on_disk(run) is RunState.CANCELLED
+
+
+def test_cancelled_between_preparation_and_attempt_it_is_not_trained(run: RunDir) -> None:
+    assert cancel(run.path).confirmed
+    with pytest.raises(RunCancelled), run.attempt(planned_steps=1):
+        pytest.fail("it trains")
+    assert on_disk(run) is RunState.CANCELLED
+    again = RunDir.open(run.path)  # who knows that it is cancelled may go on with it
+    with again.attempt(planned_steps=1):
+        again.finish(StopReason.COMPLETED, steps=1)
+
+
+@pytest.mark.parametrize("preparation", [Preparation.QUEUED, Preparation.SNAPSHOTTING])
+def test_a_preparation_whose_process_is_gone_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preparation: Preparation
+) -> None:
+    run = RunDir.create(tmp_path, "sft", None)
+    if preparation is Preparation.QUEUED:
+        assert not run_status(run.path).done  # it may begin yet
+        monkeypatch.setattr("tunebook.runs.status.QUEUED_S", 0.0)
+        time.sleep(0.002)
+    run.set_preparation(preparation)
+    with locked(run.path):
+        assert not run_status(run.path).done
+    status = wait(run.path, timeout_s=0)
+    assert (shown(status.record), exit_code_of(status)) == ("interrupted", 4)
+    assert on_disk(run) is RunState.PENDING
+    assert cancel(run.path).confirmed
 
 
 # A clock that is set back.

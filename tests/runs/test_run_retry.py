@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.errors import RunError
+from tunebook.errors import AdmissionError, RunError
 from tunebook.runs import (
     AttemptState,
     Checkpoint,
@@ -13,9 +13,10 @@ from tunebook.runs import (
     RunState,
     StopReason,
     events,
+    samples,
     starting,
 )
-from tunebook.runs.starting import lease_retry, override_line, retry
+from tunebook.runs.starting import ending_lease, lease_retry, override_line, retry
 from tunebook.types import CheckpointRef
 
 
@@ -54,14 +55,68 @@ def test_from_the_beginning_sets_aside_what_was_trained(run: RunDir) -> None:
     assert (started.is_new, started.attempt.resumed_from_step) == (True, 0)
     again = RunDir.open(run.path)
     assert again.record.state is RunState.PENDING and again.record.failure is None
-    assert again.metrics() == again.checkpoints() == []
+    assert again.checkpoints() == []  # for this process, which begins the attempt
+    assert len(again.metrics()) == len(list(run.checkpoints_dir.iterdir())) == 2
+    finish(run)
+    assert again.metrics() == RunDir.open(run.path).checkpoints() == []
     assert list(run.checkpoints_dir.iterdir()) == [] and again.samples() == {}
     assert again.superseded_step() == 2
-    finish(run)
     assert [one.state for one in RunDir.open(run.path).record.attempts] == [
         AttemptState.FAILED,
         AttemptState.CANCELLED,
     ]
+
+
+def test_what_was_trained_stays_if_the_new_attempt_never_begins(run: RunDir) -> None:
+    fail(run, steps=2)
+    with pytest.raises(AdmissionError), ending_lease(run.path):
+        lease_retry(run.path)
+        raise AdmissionError("it would take too long")
+    again = RunDir.open(run.path)
+    assert [one.step for one in again.checkpoints()] == [row["step"] for row in again.metrics()]
+    assert len(again.checkpoints()) == len(again.samples()) == 2
+    assert again.record.state is RunState.FAILED and again.record.failure is not None
+    assert again.record.failure.code == "over_limit"
+    assert again.record.attempts[-1].state is AttemptState.FAILED
+    assert again.record.outcome is not None and again.record.outcome.steps == 2
+    assert events(run.path)[-1].type == "attempt_ended"
+    assert "it would take too long" in (run.path / "log.txt").read_text()
+    assert lease_retry(run.path, resume=True).attempt.resumed_from_step == 2
+
+
+def test_an_interrupted_preparation_is_a_cancelled_attempt(run: RunDir) -> None:
+    fail(run, steps=1)
+    with pytest.raises(SystemExit), ending_lease(run.path):
+        lease_retry(run.path)
+        raise SystemExit(143)
+    record = RunDir.open(run.path).record
+    assert (record.state, record.failure) == (RunState.CANCELLED, None)
+    assert record.attempts[-1].state is AttemptState.CANCELLED
+
+
+def test_an_attempt_that_began_is_not_ended_as_one_that_waits(run: RunDir) -> None:
+    fail(run, steps=1)
+    with pytest.raises(ZeroDivisionError), ending_lease(run.path):
+        lease_retry(run.path)
+        fail(RunDir.open(run.path), steps=1)
+        raise ZeroDivisionError
+    told = [event.type for event in events(run.path) if event.attempt == 2]
+    assert told.count("attempt_ended") == 1
+
+
+def test_killed_while_it_sets_aside_the_next_attempt_does_the_rest(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    fail(run, steps=2)
+    lease_retry(run.path)
+    monkeypatch.setattr(samples, "move_superseded", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finish(run)
+    again = RunDir.open(run.path)
+    assert again.checkpoints() == [] and again.metrics() != []  # by which it is rewound once more
 
 
 def test_from_a_checkpoint(run: RunDir) -> None:

@@ -41,6 +41,11 @@ LEASE_VARIABLE = "TUNEBOOK_LEASE"
 
 The seconds are those of this machine's monotonic clock when it was leased.
 """
+ELSEWHERE_S = 3600.0
+"""Seconds for which an attempt that another machine is to begin is taken to be on its way.
+
+One that comes later still begins, unless another attempt has begun meanwhile.
+"""
 CANCELLING = (KeyboardInterrupt, SystemExit, GeneratorExit, RunCancelled)
 AWAITING_PROCESS = (AttemptState.LEASED, AttemptState.ACCEPTED)
 TRACEBACK = "Traceback (most recent call last)"
@@ -53,12 +58,16 @@ STATE_OF_RUN_STATE = {
 }
 
 
+class RunHeldError(RunError):
+    """A run that another process prepares or trains."""
+
+
 @contextmanager
 def locked(run_path: Path) -> Iterator[None]:
     """Holds the lock of a run, which the operating system frees when the process dies.
 
     Raises:
-        RunError: another process holds it.
+        RunHeldError: another process holds it.
         StorageError: the lock file cannot be made.
     """
     lock = FileLock(run_path / LOCK_FILE, thread_local=False)
@@ -66,7 +75,7 @@ def locked(run_path: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=LOCK_WAIT_S)
         except Timeout:
-            raise RunError(_who_holds(run_path)) from None
+            raise RunHeldError(_who_holds(run_path)) from None
     try:
         yield
     finally:
@@ -100,6 +109,7 @@ def leased(record: RunRecord, *, resumed_from_step: int, idempotency_key: str | 
         resumed_from_step=resumed_from_step,
         lease=secrets.token_hex(8),
         idempotency_key=idempotency_key,
+        process_started=process_started(os.getpid()),
     )
     record = replace(with_dead_settled(record).with_attempt(attempt), state=RunState.PENDING)
     return replace(record, failure=None, outcome=None)
@@ -164,6 +174,22 @@ def held_lease(record: RunRecord) -> str | None:
     return None
 
 
+def is_leased_here(record: RunRecord) -> bool:
+    """Whether the last attempt of a run waits for this process to begin it."""
+    live = record.live_attempt
+    return (
+        live is not None
+        and live.state in AWAITING_PROCESS
+        and live.lease is not None
+        and live.lease == held_lease(record)
+    )
+
+
+def begins_anew(record: RunRecord) -> bool:
+    """Whether this process was started to train a run again from step 0."""
+    return is_leased_here(record) and record.attempts[-1].resumed_from_step == 0
+
+
 def leased_seconds(record: RunRecord) -> float | None:
     """Seconds since another process leased the attempt of this one; None = none did."""
     if os.environ.get(LEASE_VARIABLE, "").partition(":")[0] != record.id:
@@ -184,9 +210,14 @@ def is_live(attempt: Attempt, run_path: Path) -> bool:
 
 
 def process_exists(attempt: Attempt) -> bool:
-    """Whether the process of an attempt is there; one of another machine is taken to be."""
+    """Whether the process of an attempt that has not begun is there.
+
+    One of another machine is taken to be, for `ELSEWHERE_S`: that machine may be gone, or be this
+    one under a former name.
+    """
     if attempt.host != socket.gethostname():
-        return True
+        age = datetime.now(UTC) - datetime.fromisoformat(attempt.started_at)
+        return age.total_seconds() < ELSEWHERE_S
     with suppress(ChildProcessError):  # a dead child of ours looks alive until it is waited for
         os.waitpid(attempt.pid, os.WNOHANG)
     try:
@@ -194,25 +225,56 @@ def process_exists(attempt: Attempt) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # it is somebody else's
+    return not _is_zombie(attempt.pid) and _is_same_process(attempt)
+
+
+def process_started(pid: int) -> str | None:
+    """When a process started, as boot and clock ticks since; None where the system does not say."""
+    stat = _process_stat(pid)
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if stat is None or not boot.is_file():
+        return None
+    return f"{boot.read_text(encoding='ascii').strip()} {stat[19]}"
+
+
+def _process_stat(pid: int) -> list[str] | None:
+    """The fields of `/proc/<pid>/stat` from the third, the state; None where there is no such."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()  # the second is a name, which may hold anything
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process is dead and only its parent has not noticed."""
+    stat = _process_stat(pid)
+    return stat is not None and stat[0] in ("Z", "X")
+
+
+def _is_same_process(attempt: Attempt) -> bool:
+    """Whether the process that has the pid of an attempt is its own, as far as can be told."""
+    now = process_started(attempt.pid)
+    return None in (attempt.process_started, now) or attempt.process_started == now
 
 
 def _is_here(attempt: Attempt) -> bool:
-    return attempt.pid == os.getpid() and attempt.host == socket.gethostname()
+    here = attempt.pid == os.getpid() and attempt.host == socket.gethostname()
+    return here and _is_same_process(attempt)
 
 
 def refuse_if_leased(record: RunRecord, run_path: Path) -> None:
     """Returns unless the next attempt belongs to another process that is starting.
 
     Raises:
-        RunError: it does; the message names it.
+        RunHeldError: it does; the message names it.
     """
     live = record.live_attempt
     if live is None or live.state not in AWAITING_PROCESS or not process_exists(live):
         return
     if live.lease != held_lease(record):
-        raise RunError(_who_holds(run_path))
+        raise RunHeldError(_who_holds(run_path))
 
 
 def ended(record: RunRecord) -> RunRecord:

@@ -1,8 +1,9 @@
 """Cancellation of an attempt by another process: whoever creates its file first decides.
 
-A canceller creates the file to ask. The process that trains looks for it between steps, and creates
-it itself when it begins to write the model, after which nobody can ask any more. Creating a file
-succeeds for exactly one process, so a request is never half accepted.
+A canceller creates the file to ask; while a run is prepared, that of its first attempt. The process
+that trains looks for it between steps, and creates it itself when it begins to write the model,
+after which nobody can ask any more. Creating a file succeeds for exactly one process, so a request
+is never half accepted.
 """
 
 from __future__ import annotations

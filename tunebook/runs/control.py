@@ -11,9 +11,16 @@ from typing import Any
 from tunebook.display import tunebook_command
 from tunebook.errors import RunEndedError, RunFinalizingError, TunebookError, WaitTimeout
 from tunebook.runs import cancellation
-from tunebook.runs.attempts import with_dead_settled
+from tunebook.runs.attempts import RunHeldError, with_dead_settled
 from tunebook.runs.directory import RunDir, only_writer
-from tunebook.runs.record import ENDED_STATES, AttemptState, Outcome, RunState, StopReason
+from tunebook.runs.record import (
+    ENDED_STATES,
+    AttemptState,
+    Outcome,
+    Preparation,
+    RunState,
+    StopReason,
+)
 from tunebook.runs.status import RunStatus, observed, run_status, shown
 
 POLL_S = 2.0
@@ -156,14 +163,20 @@ def _asked(path: Path | str) -> RunStatus:
         return run_status(path)
     attempt = before.live_attempt
     ended = record.state in ENDED_STATES
-    lost = ended and attempt is not None  # its process is gone, so nobody will read a request
+    lost = ended and before.state not in ENDED_STATES  # nobody is there who would read a request
     if ended and not lost:
         raise RunEndedError(f"{run.path}: has {record.state} already, so it cannot be cancelled")
     if attempt is None or lost:
-        with only_writer(run):
-            unchanged = run.record == before
-            if unchanged:
-                _end_idle(run)
+        try:
+            with only_writer(run):
+                unchanged = run.record == before
+                if unchanged:
+                    _end_idle(run)
+        except RunHeldError:
+            if RunDir.open(path).record.preparation is Preparation.SNAPSHOTTING:
+                cancellation.request(run.path, 1)  # read when it is prepared, or by the attempt
+                return run_status(path)
+            unchanged = False
         return run_status(path) if unchanged else _asked(path)
     if not cancellation.request(run.path, attempt.number):
         _refuse_if_finalizing(RunDir.open(path))
@@ -174,7 +187,10 @@ def _end_idle(run: RunDir) -> None:
     status = run_status(run.path)
     outcome = Outcome(StopReason.CANCELLED, status.planned_steps or 0, status.steps)
     record = with_dead_settled(run.record)
+    if record.preparation is not Preparation.VERIFIED:
+        record = replace(record, preparation=Preparation.CANCELLED)
     run.save(replace(record, state=RunState.CANCELLED, outcome=outcome, failure=None))
+    cancellation.forget(run.path, len(record.attempts) + 1)
     run.event("cancelled")
 
 

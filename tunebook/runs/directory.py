@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 import traceback
@@ -299,7 +300,13 @@ class RunDir:
         self.record_checkpoint(replace(checkpoint, complete=False))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The complete checkpoints that still exist, by step number."""
+        """The complete checkpoints that still exist, by step number.
+
+        A process that was started to begin the run anew sees none: they are set aside when its
+        attempt begins, and stay if it never does.
+        """
+        if attempts.begins_anew(self.record):
+            return []
         lines = files.read_lines(self.path / metrics.CHECKPOINTS_FILE)
         return usable_checkpoints(lines, self.path)
 
@@ -311,9 +318,11 @@ class RunDir:
         their names.
         """
         number = len(self.record.attempts)
-        metrics.move_superseded(self.path / metrics.METRICS_FILE, step, number)
+        # Checkpoints go first and metrics last: whoever is killed in between leaves a run that goes
+        # on from `step` and has metrics beyond it, by which the next attempt rewinds once more.
         moved = metrics.move_superseded(self.path / metrics.CHECKPOINTS_FILE, step, number)
         samples.move_superseded(self.samples_dir, step, number)
+        metrics.move_superseded(self.path / metrics.METRICS_FILE, step, number)
         self._logged_step = -1
         self.event("rewound", step=step)
         return [checkpoint_from_json(line, self.path) for line in moved if line["complete"]]
@@ -333,16 +342,26 @@ class RunDir:
     def preparing(self) -> Iterator[None]:
         """Makes the run `verified` at the end of the block; an exception, failed or cancelled.
 
-        What fails here has cost nothing, and the run cannot be trained.
+        What fails here has cost nothing, and the run cannot be trained. The lock of the run is held
+        meanwhile, by which others tell that its process is there.
+
+        Raises:
+            RunCancelled: somebody asked for that.
         """
-        self.set_preparation(Preparation.SNAPSHOTTING)
-        try:
-            yield
-        except BaseException as error:
-            with attempts.shielded():
-                self._end_preparation(error)
-            raise
-        self.set_preparation(Preparation.VERIFIED)
+        with attempts.locked(self.path):
+            self.reload()
+            if self.record.state is RunState.CANCELLED:
+                raise RunCancelled(f"{self.path}: cancelled before its preparation")
+            self.set_preparation(Preparation.SNAPSHOTTING)
+            try:
+                yield
+                if cancellation.is_requested(self.path, 1):
+                    raise RunCancelled(f"{self.path}: cancelled before its first step")
+            except BaseException as error:
+                with attempts.shielded():
+                    self._end_preparation(error)
+                raise
+            self.set_preparation(Preparation.VERIFIED)
 
     def add_time(self, phase: str, seconds: float) -> None:
         """Adds seconds to a phase of `Timing`, for example `preparing_s`."""
@@ -397,7 +416,12 @@ class RunDir:
 
     def accept(self, pid: int) -> None:
         """Records the process that was started for the leased attempt."""
-        attempt = replace(self.record.attempts[-1], state=AttemptState.ACCEPTED, pid=pid)
+        attempt = replace(
+            self.record.attempts[-1],
+            state=AttemptState.ACCEPTED,
+            pid=pid,
+            process_started=attempts.process_started(pid),
+        )
         self.save(self.record.with_attempt(attempt))
         self.event("attempt_accepted", pid=pid)
 
@@ -443,8 +467,16 @@ class RunDir:
             RunError: another process is training this run.
             RunCancelled: somebody asked for that before the first step.
         """
+        known = self.record.state
         with only_writer(self):
+            if self.record.state is RunState.CANCELLED and known is not RunState.CANCELLED:
+                raise RunCancelled(f"{self.path}: was cancelled before this attempt began")
+            anew = attempts.begins_anew(self.record)
+            had_model = self.record.model_available
             record = attempts.started(self.record, resumed_from_step)
+            if anew:
+                assert resumed_from_step == 0, "it was started to begin anew"
+                record = replace(record, evaluation=None, model_available=False)
             for folder in (self.path, self.samples_dir):
                 files.remove_leftovers(folder)
             for number in range(1, len(record.attempts)):
@@ -458,6 +490,8 @@ class RunDir:
             try:
                 if resumed_from_step == 0 and self.cancel_requested():
                     raise RunCancelled(f"{self.path}: cancelled before its first step")
+                if anew and record.attempts[-1].number > 1:
+                    self._set_aside(had_model=had_model)
                 yield record.attempts[-1]
                 assert self.record.outcome is not None, "the attempt ended without run.finish(...)"
             except BaseException as error:
@@ -523,6 +557,30 @@ class RunDir:
         except RunError as refused:
             error.add_note(f"The run directory could not record this end: {refused}")
 
+    def _set_aside(self, *, had_model: bool) -> None:
+        """Moves everything that was trained out of the way of an attempt that begins at step 0."""
+        if had_model:
+            self.event("model_withdrawn")
+        for checkpoint in self.rewind(0):
+            folder = checkpoint.ref.path
+            if folder.is_relative_to(self.checkpoints_dir) and folder.is_dir():
+                with files.writing(folder):
+                    shutil.rmtree(folder)
+
+    def end_lease(self, error: BaseException) -> None:
+        """Records that a leased attempt ends by an exception before it has begun.
+
+        Call it inside `only_writer(run)`.
+        """
+        self.log("".join(traceback.format_exception(error)))
+        reason, failure = attempts.ending_of(error)
+        rows = self.metrics()
+        steps = rows[-1]["step"] if rows else 0
+        outcome = Outcome(reason, self.read_plan()["planned_steps"], steps)
+        state = STATE_OF_STOP_REASON[reason]
+        self.record = replace(self.record, state=state, failure=failure, outcome=outcome)
+        self._end()
+
     def _note_cancel_request(self) -> None:
         if self.record.state is RunState.RUNNING:
             self.save(replace(self.record, state=RunState.CANCEL_REQUESTED))
@@ -535,6 +593,7 @@ class RunDir:
         try:
             self.save(replace(self.record, state=state, failure=failure))
             self.set_preparation(Preparation.CANCELLED if cancelled else Preparation.FAILED)
+            cancellation.forget(self.path, 1)
         except RunError as refused:
             error.add_note(f"The run directory could not record this end: {refused}")
 

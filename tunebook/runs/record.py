@@ -104,6 +104,8 @@ class Attempt:
     """By which a process in the background knows that this attempt is its own."""
     idempotency_key: str | None = None
     """A retry with the same key is this attempt, not another one."""
+    process_started: str | None = None
+    """When its process started, to tell it from a later one with the same pid; None = unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.display import tunebook_command
@@ -19,8 +18,8 @@ from tunebook.runs import attempts
 from tunebook.runs.attempts import LEASE_VARIABLE
 from tunebook.runs.checkpoints import newest_checkpoint
 from tunebook.runs.directory import RunDir, only_writer
-from tunebook.runs.files import append_text, writing
-from tunebook.runs.record import Attempt, AttemptState, RunState
+from tunebook.runs.files import append_text
+from tunebook.runs.record import Attempt, RunState
 from tunebook.runs.status import OUTPUT_FILE, observed
 
 
@@ -88,7 +87,7 @@ def retry(path: Path | str, *, resume: bool = False, idempotency_key: str | None
     Args:
         path: the run directory.
         resume: go on from its newest checkpoint; else it begins at step 0, and what it had trained
-            is set aside.
+            is set aside when the new attempt begins.
         idempotency_key: a second call with the same key returns the attempt of the first.
 
     Raises:
@@ -106,6 +105,39 @@ def lease_retry(
     """As `retry`, but leaves the training to this process, which holds the attempt's lease."""
     run, known = _lease_retry(path, resume=resume, idempotency_key=idempotency_key, launch=False)
     return Started(run.path, known or run.record.attempts[-1], is_new=known is None)
+
+
+@contextmanager
+def ending_lease(path: Path | str | None) -> Iterator[None]:
+    """Ends the attempt that is leased to this process if the block raises before it has begun.
+
+    Whoever waits for it learns what went wrong in its preparation.
+
+    Args:
+        path: the run directory; None = a new run, of which no attempt can be leased.
+
+    Raises:
+        RunError: there is no such run.
+    """
+    run = None if path is None else RunDir.open(path)
+    try:
+        yield
+    except BaseException as error:
+        if run is not None:
+            with attempts.shielded():
+                _end_own_lease(run, error)
+        raise
+
+
+def _end_own_lease(run: RunDir, error: BaseException) -> None:
+    if not attempts.is_leased_here(RunDir.open(run.path).record):
+        return  # the usual case: it takes no lock, which another process may hold
+    try:
+        with only_writer(run):
+            if attempts.is_leased_here(run.record):
+                run.end_lease(error)
+    except RunError as refused:
+        error.add_note(f"The run directory could not record this end: {refused}")
 
 
 def override_line(key: str, value: str) -> str:
@@ -148,8 +180,6 @@ def _lease_retry(
             )
         step = newest.step if resume and newest else 0
         with _leased(run, resumed_from_step=step, idempotency_key=idempotency_key):
-            if not resume:
-                _set_aside(run)
             if launch:
                 _launch(run)
             else:
@@ -164,24 +194,9 @@ def _leased(run: RunDir, *, resumed_from_step: int, idempotency_key: str | None)
     try:
         yield
     except BaseException as error:
-        attempt = replace(
-            run.record.attempts[-1], state=AttemptState.FAILED, ended_at=attempts.utc_now()
-        )
-        record = run.record.with_attempt(attempt)
-        run.save(replace(record, state=RunState.FAILED, failure=attempts.failure_of(error)))
+        with attempts.shielded():
+            run.end_lease(error)
         raise
-
-
-def _set_aside(run: RunDir) -> None:
-    """Moves everything that was trained out of the way of an attempt that begins at step 0."""
-    for checkpoint in run.rewind(0):
-        folder = checkpoint.ref.path
-        if folder.is_relative_to(run.checkpoints_dir) and folder.is_dir():
-            with writing(folder):
-                shutil.rmtree(folder)
-    run.save(replace(run.record, evaluation=None))
-    if run.record.model_available:
-        run.set_model_available(False)
 
 
 def _launch(run: RunDir) -> None:

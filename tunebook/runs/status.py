@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tunebook.runs import cancellation, files
 from tunebook.runs.attempts import is_being_trained, is_live, settled
 from tunebook.runs.directory import RunDir
-from tunebook.runs.record import ENDED_STATES, AttemptState, Failure, RunRecord, RunState
+from tunebook.runs.record import (
+    ENDED_STATES,
+    AttemptState,
+    Failure,
+    Preparation,
+    RunRecord,
+    RunState,
+)
 
 INTERRUPTED = "interrupted"
 """Shown for a run whose process is gone without having said how it ended."""
@@ -19,6 +26,8 @@ DRY_RUN = "dry run"
 """Shown for a run that was to be planned only."""
 OUTPUT_FILE = "output.txt"
 """What a process in the background prints, redacted."""
+QUEUED_S = 60.0
+"""Seconds after which a run that nobody has begun to prepare is one whose process is gone."""
 PROCESS_LOST = "process_lost"
 """Failure code of such a run."""
 
@@ -85,13 +94,14 @@ def run_status(path: Path | str) -> RunStatus:
 def observed(run: RunDir) -> RunRecord:
     """The record of a run as it is now; nothing is written.
 
-    An attempt whose process is gone is expired (or its submission uncertain) and its run failed; a
-    request to cancel that the trainer has not yet read makes the run `cancel_requested`.
+    An attempt whose process is gone is expired (or its submission uncertain) and its run failed, as
+    is a run whose process is gone from its preparation; a request to cancel that the trainer has
+    not yet read makes the run `cancel_requested`.
     """
     record = run.record
     attempt = record.live_attempt
     if attempt is None:
-        return record
+        return _observed_preparation(run)
     if is_live(attempt, run.path):
         asked = (
             record.state is RunState.RUNNING
@@ -112,6 +122,31 @@ def observed(run: RunDir) -> RunRecord:
     )
     record = record.with_attempt(settled(attempt))
     return replace(record, state=RunState.FAILED, failure=failure)
+
+
+def _observed_preparation(run: RunDir) -> RunRecord:
+    record = run.record
+    underway = record.preparation is Preparation.SNAPSHOTTING or _is_queued_for_long(record)
+    if record.state is not RunState.PENDING or not underway or is_being_trained(run.path):
+        return record
+    latest = RunDir.open(run.path).record
+    if latest != record:  # it went on between the two looks
+        return observed(RunDir(run.path, latest))
+    failure = Failure(
+        PROCESS_LOST,
+        "system",
+        "the process that prepared the run is gone without having said how it ended; prepare a new "
+        "run",
+    )
+    preparation = Preparation.FAILED
+    return replace(record, state=RunState.FAILED, preparation=preparation, failure=failure)
+
+
+def _is_queued_for_long(record: RunRecord) -> bool:
+    if record.preparation is not Preparation.QUEUED:
+        return False
+    age = datetime.now(UTC) - datetime.fromisoformat(record.created_at)
+    return age.total_seconds() > QUEUED_S
 
 
 def shown_state(run: RunDir) -> str:
