@@ -213,6 +213,11 @@ class Fuzz:
         if answer.status is not None and answer.status >= 500:
             self.find(f"{answer.status} for garbage {garbage[:80]!r}: {answer.body[:300]!r}")
 
+    def _is_no_http(self, attempt: Attempt, request: bytes) -> bool:
+        """Whether a request is refused before anything of ours sees it, when it comes at once."""
+        answer = exchange(self.address, [request], method=attempt.method)
+        return answer.status == 400 and b"Invalid HTTP request" in answer.body
+
     def _deliver(self, rng: Random, attempt: Attempt) -> None:
         body, way = attempt.body, rng.random()
         head = attempt.head(length=len(body))
@@ -252,6 +257,8 @@ class Fuzz:
         if took > SLOWEST_S:
             self.find(f"took {took:.1f} s: {attempt}")
         if answer.status is None:
+            if len(pieces) > 1 and self._is_no_http(attempt, head + body):
+                return  # refused at its first bytes, and closed before the last ones were sent
             if whole and len(body) < 60_000 and len(head) < 60_000:
                 self.find(f"closed without an answer: {attempt}")
         else:
