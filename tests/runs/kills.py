@@ -36,8 +36,8 @@ from recipes import dpo, grpo, sft
 from tests.running import train_all
 from tunebook.backends.local import LocalBackend  # noqa: F401
 from tunebook.compose import compose
-from tunebook.errors import TunebookError
-from tunebook.runs import Preparation, RunDir, RunState, cancellation, list_runs
+from tunebook.errors import RunError, TunebookError
+from tunebook.runs import Preparation, RunDir, RunState, lease_retry, list_runs
 
 RECIPES = {"sft": sft, "dpo": dpo, "grpo": grpo}
 COMMON = {
@@ -171,11 +171,10 @@ def assert_whole(run: RunDir) -> None:
     assert seqs == list(range(1, len(seqs) + 1)), seqs
     states = {one.state for one in record.attempts}
     assert states <= {"expired", "failed", "succeeded"}, states
+    ends = [event["attempt"] for event in run.events() if event["type"] == "attempt_ended"]
+    assert ends == [one.number for one in record.attempts if one.state != "expired"], ends
     left = [path for path in run.path.rglob(".*") if ".tmp" in path.name]
-    # A kill between the last attempt's end and the removal of its own leaves it: nobody reads it, and
-    # the next attempt removes it.
-    own = cancellation.cancel_file(run.path, len(run.record.attempts))
-    left += [path for path in run.path.glob(".cancel*") if path != own]
+    left += run.path.glob(".cancel*")
     assert not left, left
 
 
@@ -229,7 +228,18 @@ def killed_and_finished(recipe: str, moments: list[Moment], root: Path) -> RunDi
         assert status in expected, f"exit status {status}"
     run = prepared_run(root)
     assert run is not None
-    return run
+    refuse_another(run)
+    return RunDir.open(run.path)
+
+
+def refuse_another(run: RunDir) -> None:
+    """Asks for one more attempt, as somebody may who knows of the kill only: the run has ended."""
+    try:
+        lease_retry(run.path)
+    except RunError as error:
+        assert "has succeeded" in str(error), error
+    else:
+        raise AssertionError("a run that has succeeded was given another attempt")
 
 
 def full_disk_moments(

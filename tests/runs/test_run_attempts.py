@@ -19,6 +19,7 @@ from tunebook.runs import (
     RunDir,
     RunState,
     StopReason,
+    cancellation,
     files,
     is_being_trained,
     only_writer,
@@ -266,6 +267,38 @@ def test_a_killed_process_holds_nothing_and_its_attempt_is_expired(run: RunDir) 
     assert (first["state"], first["ended_at"]) == ("expired", None)
     assert (second["state"], second["resumed_from_step"]) == ("cancelled", 0)
     assert [event["seq"] for event in again.events()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("lost", ["the request and the event", "the event"])
+def test_killed_behind_its_recorded_end_an_attempt_is_completed_by_the_next_writer(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    where = (cancellation, "forget") if lost != "the event" else (files, "append_line")
+    with pytest.raises(KeyboardInterrupt), run.attempt(planned_steps=1):
+        assert run.finalize(StopReason.COMPLETED) is StopReason.COMPLETED
+        run.finish(StopReason.COMPLETED, steps=1)
+        monkeypatch.setattr(*where, killed)
+    monkeypatch.undo()
+    assert on_disk(run)["state"] == "succeeded"
+    said = (run.path / "events.jsonl").read_text()
+    assert "attempt_ended" not in said
+    told = RunDir.open(run.path).events()  # whoever only looks is told, and writes nothing
+    end = {"attempt": 1, "type": "attempt_ended", "state": "succeeded", "stop_reason": "completed"}
+    assert {**told[-1], **end, "time": on_disk(run)["attempts"][0]["ended_at"]} == told[-1]
+    assert [one["seq"] for one in told] == list(range(1, len(told) + 1))
+    assert RunDir.open(run.path).events(after=told[-1]["seq"]) == []
+    assert (run.path / "events.jsonl").read_text() == said
+    with only_writer(RunDir.open(run.path)):
+        pass
+    assert files.read_lines(run.path / "events.jsonl") == told
+    assert not list(run.path.glob(".cancel*"))
+    with only_writer(again := RunDir.open(run.path)):
+        again.event("next")
+    assert [one["type"] for one in again.events()[-2:]] == ["attempt_ended", "next"]
+    assert again.events()[-1]["seq"] == len(told) + 1
 
 
 def test_the_only_writer_may_change_a_run_that_nobody_trains(run: RunDir) -> None:

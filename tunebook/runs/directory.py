@@ -39,6 +39,8 @@ from tunebook.runs.record import (
 )
 from tunebook.runs.redaction import redact, redact_config
 
+EVENTS_FILE = "events.jsonl"
+ENDED_EVENT = "attempt_ended"
 FOLDERS = ("data", "checkpoints", "samples", "model")
 
 
@@ -220,7 +222,7 @@ class RunDir:
 
     def event(self, type: str, **fields: Any) -> None:
         """Appends an event to `events.jsonl`, its `seq` one above the last of any attempt."""
-        path = self.path / "events.jsonl"
+        path = self.path / EVENTS_FILE
         with self._one_event:  # what is noticed in another thread becomes an event, too
             if not self._next_seq:
                 lines = files.read_lines(path)
@@ -230,8 +232,13 @@ class RunDir:
             self._next_seq += 1
 
     def events(self, *, after: int = 0) -> list[dict[str, Any]]:
-        """The events with a `seq` above `after`."""
-        return [one for one in files.read_lines(self.path / "events.jsonl") if one["seq"] > after]
+        """The events with a `seq` above `after`.
+
+        The end of the last attempt is among them also where a kill came between the record of that
+        end and its event; the next writer adds it to the file.
+        """
+        lines = files.read_lines(self.path / EVENTS_FILE)
+        return [one for one in [*lines, *self._unsaid_end(lines)] if one["seq"] > after]
 
     def log(self, text: str) -> None:
         """Appends redacted text, for people, to `log.txt`."""
@@ -604,13 +611,40 @@ class RunDir:
             record = replace(record, timing=record.timing.plus("training_s", seconds))
         self._training_since = self._ending = None
         self.save(record)  # state, outcome and end of the attempt at once
-        cancellation.forget(self.path, len(self.record.attempts))
-        assert self.record.outcome is not None
-        self.event(
-            "attempt_ended",
-            state=self.record.attempts[-1].state,
-            stop_reason=self.record.outcome.stop_reason,
-        )
+        self.settle_end()
+
+    def settle_end(self) -> None:
+        """Completes the recorded end of the last attempt: its event, and no request is left of it.
+
+        Its own process does, or the next writer if that one was killed in between.
+        """
+        last = self.record.attempts[-1] if self.record.attempts else None
+        if last is None or last.ended_at is None:
+            return
+        cancellation.forget(self.path, last.number)
+        path = self.path / EVENTS_FILE
+        with self._one_event:
+            for event in self._unsaid_end(files.read_lines(path)):
+                files.append_line(path, event, sync=True)
+                self._next_seq = event["seq"] + 1
+
+    def _unsaid_end(self, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The event of the last attempt's end if it has ended and no line says so, else none."""
+        last = self.record.attempts[-1] if self.record.attempts else None
+        if last is None or last.ended_at is None:
+            return []
+        if any(one["type"] == ENDED_EVENT and one["attempt"] == last.number for one in lines):
+            return []
+        assert self.record.outcome is not None, "it is recorded with the end of the attempt"
+        event = {
+            "seq": lines[-1]["seq"] + 1 if lines else 1,
+            "attempt": last.number,
+            "time": last.ended_at,
+            "type": ENDED_EVENT,
+            "state": last.state,
+            "stop_reason": self.record.outcome.stop_reason,
+        }
+        return [event]
 
     def _bank_training_time(self) -> None:
         if self._training_since is not None:
@@ -651,6 +685,7 @@ def only_writer(run: RunDir) -> Iterator[None]:
     with attempts.locked(run.path):
         run.reload()
         attempts.refuse_if_leased(run.record, run.path)
+        run.settle_end()
         yield
 
 
