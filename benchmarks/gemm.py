@@ -10,12 +10,15 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks import workload
 from benchmarks.cases import Options, common_values, prepare, present, source, spec_for
 from benchmarks.contest import hold
+from benchmarks.contestant import fastest_exact_precision
 from benchmarks.spec import LORA, RANK
 from tunebook.backends.local.base_model import Architecture, read_architecture
+from tunebook.backends.local.engine.products import linear, onednn_agrees
 from tunebook.backends.local.lora import adapter_targets, features_of
 
 ROWS = 1024
@@ -135,28 +138,45 @@ def ideal_seconds(
 
 
 def measured_peaks(shapes: Sequence[Shape], *, device: str) -> dict[Shape, dict[str, float]]:
-    """Shape -> way -> GFLOP/s, the best of some products."""
+    """Shape -> way -> GFLOP/s, the best of some products; ways that round alike begin alike."""
     ways: dict[str, Callable[[Shape], float]] = {
         "fp32": lambda shape: rate(shape, torch.float32, device=device),
-        "fp32, medium precision": lambda shape: rate_at_medium(shape, device=device),
+        medium_name(): lambda shape: rate_at_medium(shape, device=device),
         "bf16": lambda shape: rate(shape, torch.bfloat16, device=device),
     }
+    if device == "cpu" and onednn_agrees():
+        ways["fp32, oneDNN's operator"] = lambda shape: rate(shape, torch.float32, product=linear)
     return {
         shape: {way: measure(shape) for way, measure in ways.items()}
         for shape in dict.fromkeys(shapes)
     }
 
 
-def rate(shape: Shape, dtype: torch.dtype, *, device: str) -> float:
+def medium_name() -> str:
+    """What products at medium precision are called: only those that round to float32 are float32's.
+
+    On a processor with matrix tiles (AMX) they round to bfloat16.
+    """
+    with matmul_precision("medium"):
+        exact = fastest_exact_precision() == "medium"
+    return "fp32, medium precision" if exact else "medium precision, which rounds to bf16"
+
+
+def rate(
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+) -> float:
     """GFLOP/s of `[ROWS, I] @ [O, I]^T`."""
     out, inp = shape
     left = torch.randn(ROWS, inp, dtype=dtype, device=device)
     right = torch.randn(out, inp, dtype=dtype, device=device)
-    result = torch.empty(ROWS, out, dtype=dtype, device=device)
     seconds = []
     for _ in range(REPEATS):
         started = time.perf_counter()
-        torch.mm(left, right.t(), out=result)
+        product(left, right)
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
