@@ -37,7 +37,8 @@ from tests.running import train_all
 from tunebook.backends.local import LocalBackend  # noqa: F401
 from tunebook.compose import compose
 from tunebook.errors import RunError, TunebookError
-from tunebook.runs import Preparation, RunDir, RunState, lease_retry, list_runs
+from tunebook.runs import Preparation, RunDir, RunState, list_runs
+from tunebook.runs.starting import lease_retry
 
 RECIPES = {"sft": sft, "dpo": dpo, "grpo": grpo}
 COMMON = {
