@@ -62,7 +62,7 @@ def explain_composition_error(
     if text.startswith(BAD_CHOICE):
         return ConfigError(_explain_choice(lines) or text)
     if text.startswith(INSIDE_NULL):
-        return ConfigError(_explain_inside_null([key] if key else _keys_of(lines)))
+        return ConfigError(_explain_inside_null([key] if key else _keys_of(lines)) or text)
     if type(error).__name__ == "MissingConfigException":
         return ConfigError(_explain_missing_file(text))
     if type(error).__name__ in ("OverrideParseException", "LexerNoViableAltException"):
@@ -98,9 +98,12 @@ def _keys_of(lines: Sequence[str]) -> list[str]:
     return [line.partition("=")[0].lstrip("+~") for line in lines]
 
 
-def _explain_inside_null(keys: Sequence[str]) -> str:
-    """Which keys are in a section that may be null; OmegaConf does not say which one is."""
+def _explain_inside_null(keys: Sequence[str]) -> str | None:
+    """Which keys are in a section that may be null, of which OmegaConf does not say which one is;
+    None if none are."""
     inside = [key for key in keys if key.startswith(("lora.", "tracker.", "environment."))]
+    if not inside:
+        return None
     sections = sorted({key.partition(".")[0] for key in inside})
     return (
         f"{', '.join(inside)}: {' or '.join(sections)} is null, so nothing can be set in it; leave "
