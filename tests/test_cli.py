@@ -146,6 +146,24 @@ def test_a_bug_shows_its_traceback_and_debug_shows_any(recipes: Path) -> None:
         assert done.stderr.endswith("error: fail: a key nobody reads\n")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "--limit", "-1"],
+        ["rewards", "test", "--file", "x", "--hack-rows", "-1"],
+        ["runs", "wait", "1", "--timeout", "-1"],
+        ["runs", "cancel", "1", "--timeout", "-1"],
+        ["runs", "follow", "1", "--after", "-1"],
+        ["serve", "--model", "tiny", "--price-per-hour", "-1"],
+        ["serve", "--model", "tiny", "--micro-batch-tokens", "0"],
+    ],
+)
+def test_a_number_below_its_least_is_refused(arguments: list[str]) -> None:
+    done = call(*arguments)
+    assert done.returncode == 2
+    assert f"Invalid value for '{arguments[-2]}'" in done.stderr
+
+
 def test_inspect_is_the_recipes_own(recipes: Path, tmp_path: Path) -> None:
     done = call("inspect", "seed=1", "--limit", "3", "--html", "x.html", "data=y", first=recipes)
     assert (done.returncode, done.stdout) == (1, "inspect ['seed=1', 'data=y'] x.html 3\n")

@@ -198,6 +198,8 @@ def test_help_of_dpo():
         ("normalization.horizon=5", ["normalization.horizon=5", "fixed_horizon"]),
         ("model=nosuch", ["model=nosuch", "smollm2_135m"]),
         ("model=qwen", ["model=qwen", "Did you mean model=qwen3_0_6b?"]),
+        ("tracker=", ["tracker=: there is no", "Known: mlflow, none"]),
+        ("tracker=[none,wandbb]", ["tracker=wandbb: there is no", "Did you mean tracker=wandb?"]),
         ("name=a=b", ["could not be read", "name='a=b'"]),
         ("~lora", ["lora has no value", "lora=null"]),
         ("name=a,b", ["name=a,b", "[value1,value2]", "--multirun"]),
@@ -291,6 +293,38 @@ def test_a_tracker_of_ones_own():
     ):
         assert compose("sft", overrides).tracker == {"_target_": "my.Tracker", "size": 3}
 
+    assert compose("sft", ["tracker={_target_: my.Tracker}"]).tracker == {"_target_": "my.Tracker"}
+
+
+def test_null_is_the_choice_none_of_a_group_that_has_one():
+    for overrides in (["tracker=null"], ["tracker=NULL"], {"tracker": None}, {"tracker": "null"}):
+        assert compose("sft", overrides).tracker is None
+    for overrides in (["environment=null"], {"environment": None}):
+        assert compose("grpo", overrides).environment is None
+
+
+@pytest.mark.parametrize("group", ["backend", "model", "data", "loss", "experiment", "sweep"])
+def test_a_choice_that_is_no_name_is_refused(group):
+    for overrides, line in (([f"{group}=3"], f"{group}=3"), ({group: None}, f"{group}=null")):
+        with pytest.raises(ConfigError, match=f"^{line}: must be the name of one .*Known: "):
+            compose("sft", overrides)
+
+
+def test_a_choice_that_is_no_name_is_refused_on_the_command_line(tmp_path):
+    for arguments in (["data=null"], ["--multirun", "data=null,tiny_chats"]):
+        done = run_recipe(*arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "must be the name of one of the files of data" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_key_of_a_section_that_is_null_is_refused(tmp_path):
+    for overrides in (["lora=null", "lora.rank=8"], {"lora": None, "lora.rank": 8}):
+        with pytest.raises(ConfigError, match=r"^lora\.rank: lora is null"):
+            compose("sft", overrides)
+    done = run_recipe("lora=null", "lora.rank=8", cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+
 
 def test_a_sweep_needs_multirun(tmp_path):
     done = run_recipe("sweep=learning_rate", cwd=tmp_path)
@@ -324,8 +358,38 @@ def test_a_mixture():
         ("/a.jsonl", 1.0),
         ("/b.jsonl", 2.0),
     ]
-    with pytest.raises(ConfigError, match="weigth"):
-        compose("sft", ["data=mixture", "data.sources=[{path: /a.jsonl, weigth: 2}]"])
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (
+            {"weigth": 2},
+            "there is no 'weigth' in 'data.sources'. Did you mean data.sources.weight?",
+        ),
+        ({"file_path": "a"}, "Did you mean data.sources.path?"),
+        ({"weight": "x"}, "data.sources.weight: Value 'x'"),
+        ({"sources": []}, "Known: data.sources.path, data.sources.hub"),
+    ],
+)
+def test_a_misspelt_key_of_one_of_several_sources_names_the_valid_one(item, message):
+    line = ", ".join(f"{name}: {value}" for name, value in item.items())
+    for overrides in ([f"data.sources=[{{{line}}}]"], {"data.sources": [item]}):
+        with pytest.raises(ConfigError) as raised:
+            compose("sft", overrides)
+        assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("overrides", [{1: 2}, {None: 1}, [1], "seed=1"])
+def test_overrides_of_another_kind_are_refused(overrides):
+    with pytest.raises(ConfigError, match="overrides are a list of lines"):
+        compose("sft", overrides)
+
+
+@pytest.mark.parametrize("overrides", [[], {"seed": 1}])
+def test_a_recipe_that_is_not_there_is_refused(overrides):
+    with pytest.raises(ConfigError, match="no recipe 'sfd'; known recipes: sft, dpo, grpo"):
+        compose("sfd", overrides)
 
 
 def test_resume_takes_the_runs_own_config(tmp_path):
@@ -350,6 +414,59 @@ def test_resume_refuses_what_decided_the_past(tmp_path, override):
     (tmp_path / "config.yaml").write_text(to_yaml(compose("sft")))
     with pytest.raises(ConfigError, match="start_from"):
         compose("sft", [f"resume={tmp_path}", override])
+
+
+WANDB = {
+    "_target_": "tunebook.tracking.WandbTracker",
+    "project": "tunebook",
+    "entity": None,
+    "mode": "online",
+}
+BOARD = {"_target_": "tunebook.other_trackers.TensorBoardTracker", "folder": None}
+OWN = {"_target_": "my.Tracker", "size": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "after"),
+    [
+        ("none", ["tracker=tensorboard"], BOARD),
+        ("none", ["tracker=wandb", "tracker.project=x"], {**WANDB, "project": "x"}),
+        ("none", ["tracker._target_=my.Tracker", "tracker.size=3"], OWN),
+        ("none", {"tracker": "tensorboard"}, BOARD),
+        ("none", {"tracker": OWN}, OWN),
+        ("wandb", ["tracker=tensorboard", "tracker.folder=x"], {**BOARD, "folder": "x"}),
+        ("wandb", ["tracker=none"], None),
+        ("wandb", ["tracker=null"], None),
+        ("wandb", ["~tracker"], None),
+        ("wandb", {"tracker": None}, None),
+        ("wandb", ["tracker.project=x"], {**WANDB, "project": "x"}),
+        ("wandb", ["tracker={project: x}"], {**WANDB, "project": "x"}),
+        ("wandb", ["tracker.group=x"], {**WANDB, "group": "x"}),
+        ("wandb", {"tracker.project": "x"}, {**WANDB, "project": "x"}),
+        ("wandb", {"tracker": OWN}, OWN),
+        ("wandb", ["plan.epochs=3"], WANDB),
+    ],
+)
+def test_resume_may_choose_another_tracker(tmp_path, before, overrides, after):
+    """A choice replaces the tracker of the run, single keys change it."""
+    (tmp_path / "config.yaml").write_text(to_yaml(compose("sft", [f"tracker={before}"])))
+    resume = {"resume": str(tmp_path)} if isinstance(overrides, dict) else [f"resume={tmp_path}"]
+    given = {**resume, **overrides} if isinstance(overrides, dict) else [*resume, *overrides]
+    assert compose("sft", given).tracker == after
+
+
+def test_resume_from_the_command_line_may_choose_another_tracker(tmp_path):
+    """It comes as far as the run's record, which this folder has not."""
+    (tmp_path / "config.yaml").write_text(to_yaml(compose("sft")))
+    done = run_recipe(f"resume={tmp_path}", "tracker=tensorboard", cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "there is no run.json in it" in done.stderr
+
+
+def test_resume_names_a_key_that_the_backend_of_the_run_lacks(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose("sft")))
+    with pytest.raises(ConfigError, match=r"backend\.max_cost: the backend that is chosen has no"):
+        compose("sft", [f"resume={tmp_path}", "backend.max_cost=3"])
 
 
 def test_resume_of_no_run(tmp_path):

@@ -17,7 +17,9 @@ from tests.render.conftest import case_rows
 from tests.render.conftest import render as render_fixture
 from tunebook.config import Mask, OnBadRow, OnBlankAnswer, OnLongRow
 from tunebook.data.rows import Kind
+from tunebook.errors import ConfigError
 from tunebook.inspect import inspect_rendered, pieces_of, summary_lines, visible
+from tunebook.launch import inspect
 from tunebook.render import render_pairs, render_prompts
 from tunebook.render.codec import Codec
 from tunebook.render.lints import Rule, Severity, lint_rows, rows_to_lint
@@ -277,3 +279,20 @@ def test_prompts_are_shown_as_such(tmp_path):
     text = console.file.getvalue()
     assert f"a prompt of {len(rendered[0].tokens)} tokens" in text and "no findings" in text
     assert "«" not in text
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "is a folder"),
+        ("file/page.html", "cannot be written there: File exists"),
+        ("file/sub/page.html", "cannot be written there: Not a directory"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_prepared(
+    tmp_path, path, words
+):
+    (tmp_path / "file").write_text("")
+    page = tmp_path / path
+    with pytest.raises(ConfigError, match=f"^--html {re.escape(str(page))}: {words}"):
+        inspect("sft", ["data.path=/nowhere"], pytest.fail, html=page, limit=1)

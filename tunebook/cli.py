@@ -102,7 +102,7 @@ def _inspect(
     html: Annotated[
         Path | None, typer.Option(help="Write the rows to this web page instead.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Rows to show.")] = 5,
+    limit: Annotated[int, typer.Option(help="Rows to show.", min=1)] = 5,
 ) -> None:
     """Show train rows token by token with their loss weights, and check them.
 
@@ -123,6 +123,7 @@ def _merge(
 ) -> None:
     """Write the base model of a run with its adapter added, as one model."""
     from tunebook.backends.local.export import merge_adapter
+    from tunebook.runs.files import check_writable
     from tunebook.runs.listing import find_run
 
     found = find_run(root, run)
@@ -130,6 +131,7 @@ def _merge(
         raise ConfigError(f"{found.model_dir}: holds no adapter, so there is nothing to merge")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory}: is there already and not empty; name another folder")
+    check_writable(directory.absolute().parent, str(directory))
     model = found.read_config()["model"]
     report = merge_adapter(
         model["name"],
@@ -170,7 +172,7 @@ def _serve(
         int, typer.Option(help="Adapters of a resource that train at a time.")
     ] = 5,
     price_per_hour: Annotated[
-        float, typer.Option(help="US dollars that cost estimates name.")
+        float, typer.Option(help="US dollars that cost estimates name.", min=0)
     ] = 0.0,
     faults: Annotated[
         Path | None, typer.Option(help="Plan of faults to make on purpose, for tests of clients.")
@@ -181,7 +183,8 @@ def _serve(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:<number> or mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     micro_batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens computed at once; else as many as memory holds.")
+        int | None,
+        typer.Option(help="Tokens computed at once; else as many as memory holds.", min=1),
     ] = None,
 ) -> None:
     """Serve a model over Together's post-training protocol, trained on this machine.
@@ -350,7 +353,7 @@ def _test_rewards(
         Path, typer.Option(help="Rows with `completion` and the columns that rewards need.")
     ],
     repeats: Annotated[int, typer.Option(help="Passes that are compared.")] = 3,
-    hack_rows: Annotated[int, typer.Option(help="Prompts to try hacks on; 0 = none.")] = 8,
+    hack_rows: Annotated[int, typer.Option(help="Prompts to try hacks on; 0 = none.", min=0)] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Score saved completions, compare repeated passes, and try known hacks.

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.composition_errors import (
     SCHEMAS,
+    config_groups,
     explain_composition_error,
     is_composition_error,
     recipe_keys,
@@ -51,23 +52,21 @@ def compose(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> R
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
 
+    if recipe not in SCHEMAS:
+        raise ConfigError(f"there is no recipe {recipe!r}; known recipes: {', '.join(SCHEMAS)}")
     register_schemas()
     lines, values = _split_overrides(recipe, overrides)
     try:
         with initialize_config_module("configs", version_base="1.3"):
-            config = hydra_compose(recipe, overrides=open_free_sections(lines))
+            config = hydra_compose(recipe, overrides=readable_overrides(lines))
     except Exception as error:
-        raise explain_composition_error(error, recipe) from error
+        raise explain_composition_error(error, recipe, lines=lines) from error
     for key, value in values.items():
-        free = (
-            key in ("loss", "tracker", "environment")
-            or FREE_SECTION.match(f"{key}=") is not None
-            or ("resume" in values and key.startswith("backend."))
-        )
-        _update(config, key, value, recipe, add=free)
+        own = "resume" in values and key.startswith("backend.")
+        _update(config, key, value, recipe, add=own or _is_free(key))
     resume = config.get("resume")
     if resume:
-        return resumed_config(recipe, str(resume), lines, values, runs_dir=config.runs_dir)
+        return resumed_config(recipe, str(resume), lines, values, composed=config)
     return parse(config, recipe)
 
 
@@ -129,23 +128,42 @@ def from_yaml(text: str, recipe: str) -> RecipeConfig:
 
 FREE_SECTION = re.compile(
     r"(data|data\.eval)\.(columns|function_args)[.=]|reward\.functions[.=]"
-    r"|(loss|tracker|environment)\.[^=]*="
+    r"|(loss|tracker|environment)(\.[^=]*=|=\{)"
 )
 """Keys below these are names of the user's own: of columns, and of a function's arguments."""
 
 
-def open_free_sections(lines: Sequence[str]) -> list[str]:
-    """Override lines with `++` put before keys that need not exist, so nobody has to know it.
+def readable_overrides(lines: Sequence[str]) -> list[str]:
+    """Override lines as Hydra takes them, so that nobody has to know how.
 
-    Of a run that goes on those of the backend are among them: it has its own, whatever the default.
+    `++` is put before keys that need not exist. Of a run that goes on those of the backend are
+    among them: it has its own, whatever the default. `null` means the file `none` of a group that
+    has one.
     """
     resumes = any(line.startswith("resume=") for line in lines)
-    return [
-        f"++{line}"
-        if FREE_SECTION.match(line) or (resumes and line.startswith("backend."))
-        else line
-        for line in lines
-    ]
+
+    def readable(line: str) -> str:
+        if FREE_SECTION.match(line) or (resumes and line.startswith("backend.")):
+            return f"++{line}"
+        group = re.sub("=null *$", "", line, flags=re.IGNORECASE)
+        return f"{group}=none" if group != line and "none" in _files_of(group) else line
+
+    return [readable(line) for line in lines]
+
+
+def _files_of(group: str) -> Sequence[str]:
+    return config_groups().get(group, ())
+
+
+def _is_chosen(section: str, changes: Mapping[str, Any], config: DictConfig) -> bool:
+    """Whether what was composed of a section replaces that of the run, instead of changing it."""
+    given = changes.get(section, {})
+    named = not isinstance(given, Mapping) or "_target_" in given
+    return named or f"{section}._target_" in changes or config[section] is None
+
+
+def _is_free(key: str) -> bool:
+    return FREE_SECTION.match(f"{key}={{") is not None
 
 
 RESUMABLE = (
@@ -184,16 +202,23 @@ def resumed_config(
     lines: Sequence[str],
     values: Mapping[str, Any],
     *,
-    runs_dir: str = "runs",
+    composed: DictConfig | None = None,
 ) -> RecipeConfig:
     """The config of an earlier run, with the overrides of this start applied to it.
+
+    Args:
+        recipe: of the run.
+        resume: the run: its directory, number or id.
+        lines: overrides as on the command line.
+        values: overrides by dotted key.
+        composed: what the overrides make of the defaults; None where there are none.
 
     Raises:
         ConfigError: no such run, or an override that would change what was trained already.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    path = Path(run_path(resume, runs_dir))
+    path = Path(run_path(resume, "runs" if composed is None else composed.runs_dir))
     file = path / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"resume={resume}: {path} is no run directory (it has no config.yaml)")
@@ -221,8 +246,13 @@ def resumed_config(
     assert isinstance(config, DictConfig)
     OmegaConf.set_struct(config, True)
     config.dry_run = False  # a dry run that is resumed is trained
+    whole = [each for each in ("tracker", "sweep") if _is_chosen(each, changes, config)]
     for key, value in changes.items():
-        _update(config, key, value, recipe)
+        section = key.partition(".")[0]
+        if section in whole and composed is not None:
+            config[section] = composed[section]
+        else:
+            _update(config, key, value, recipe, add=_is_free(key))
     config.resume = str(path)
     return parse(config, recipe)
 
@@ -331,7 +361,7 @@ class HydraTask:
         if not config.resume:
             return parse(config, self.recipe)
         lines = list(HydraConfig.get().overrides.task)
-        return resumed_config(self.recipe, str(config.resume), lines, {}, runs_dir=config.runs_dir)
+        return resumed_config(self.recipe, str(config.resume), lines, {}, composed=config)
 
 
 def hydra_main(
@@ -362,12 +392,12 @@ def hydra_main(
     _check_flags(arguments, recipe)
     # Hydra's parser takes no flag in the middle of overrides.
     arguments.sort(key=lambda each: each not in ("--multirun", "-m"))
-    sys.argv = [own_argv[0], *open_free_sections(arguments)]
+    sys.argv = [own_argv[0], *readable_overrides(arguments)]
     try:
         hydra.main(config_path="pkg://configs", config_name=recipe, version_base="1.3")(task)()
     except Exception as error:
         if is_composition_error(error):
-            raise explain_composition_error(error, recipe) from error
+            raise explain_composition_error(error, recipe, lines=arguments) from error
         raise
     finally:
         sys.argv = own_argv
@@ -449,6 +479,12 @@ def _split_overrides(
     recipe: str, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
     """Override lines for Hydra (group choices among them), and values to set as they are."""
+    for each in [overrides] if isinstance(overrides, str) else overrides:
+        if each is overrides or not isinstance(each, str):
+            raise ConfigError(
+                f"{each!r}: overrides are a list of lines, such as ['seed=1'], or a mapping whose "
+                "keys are strings"
+            )
     if not isinstance(overrides, Mapping):
         return list(overrides), {}
     groups = {
@@ -460,8 +496,8 @@ def _split_overrides(
     values: dict[str, Any] = {}
 
     def take(key: str, value: Any) -> None:
-        if key in groups and isinstance(value, str):
-            lines.append(f"{key}={value}")
+        if key in groups and isinstance(value, str | int | float | None):
+            lines.append(f"{key}={'null' if value is None else value}")
         elif key in sections and isinstance(value, Mapping):
             for name, each in value.items():
                 take(f"{key}.{name}", each)
@@ -487,12 +523,14 @@ def _literal(value: Any) -> Any:
 def _update(config: DictConfig, key: str, value: Any, recipe: str, *, add: bool = False) -> None:
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=add)
-    except OmegaConfBaseException as error:
-        if getattr(error, "full_key", None) is None or type(error).__name__.startswith("ConfigKey"):
-            raise ConfigError(explain_unknown_key(key, recipe_keys(recipe))) from error
-        raise explain_composition_error(error, recipe) from error
     except AttributeError as error:
+        if isinstance(error, OmegaConfBaseException):
+            raise explain_composition_error(error, recipe, key=key) from error
         raise ConfigError(explain_unknown_key(key, recipe_keys(recipe))) from error
+    except Exception as error:
+        if is_composition_error(error):
+            raise explain_composition_error(error, recipe, key=key) from error
+        raise
 
 
 def _target(node: Mapping[str, Any], key: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.resources
 import re
+from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,24 +21,48 @@ SCHEMAS: dict[str, type[RecipeConfig]] = {
     "grpo": GRPOConfig,
 }
 """Recipe -> its schema."""
+BAD_CHOICE, INSIDE_NULL = "Config group override", "Unexpected type for root: NoneType"
+"""How messages begin with which Hydra and OmegaConf refuse an override as a plain ValueError, or as
+an AssertionError; they do not say which override."""
 
 
-def explain_composition_error(error: Exception, recipe: str) -> ConfigError:
-    """What a person did wrong, in one paragraph with the key, the value and what is allowed."""
+def explain_composition_error(
+    error: Exception, recipe: str, *, key: str | None = None, lines: Sequence[str] = ()
+) -> ConfigError:
+    """What a person did wrong, in one paragraph with the key, the value and what is allowed.
+
+    Args:
+        error: what Hydra or OmegaConf raised.
+        recipe: whose keys are suggested.
+        key: that was being set, where the error does not say it.
+        lines: overrides among which the one is that the error does not name.
+    """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = str(cause).strip().split("\nConfig search path")[0]
-    full_key = _key_in_message(str(error)) or getattr(cause, "full_key", None)
+    outer = key or _key_in_message(str(error)) or ""
+    inner = getattr(cause, "full_key", None) or ""
+    # In an item of a list OmegaConf counts keys anew.
+    in_item = outer and inner and not (inner.startswith(outer) or outer.startswith(inner))
+    full_key = f"{outer}.{inner}" if in_item else max(outer, inner, key=len)
     unknown = ("is not in struct", "not in '", "Could not override", "Key '")
     is_value_error = type(cause).__name__ in ("ValidationError", "UnsupportedValueType")
     if full_key and not is_value_error and any(words in text for words in unknown):
+        schema = getattr(cause, "object_type", None)
+        if in_item and dataclasses.is_dataclass(schema):
+            section = full_key.rpartition(".")[0]
+            known = [f"{section}.{field.name}" for field in dataclasses.fields(schema)]
+            return ConfigError(explain_unknown_key(full_key, known))
         keys = recipe_keys(recipe)
-        if full_key in keys:  # the unknown one is in a list or mapping below it
-            return ConfigError(f"{full_key}: {text.splitlines()[0]}")
+        if full_key in keys:  # of another choice of its group
+            section, _, leaf = full_key.rpartition(".")
+            return ConfigError(f"{full_key}: the {section} that is chosen has no {leaf!r}")
         return ConfigError(explain_unknown_key(full_key, keys))
     if full_key and type(cause).__name__ == "MissingMandatoryValue":
         return ConfigError(f"{full_key} is missing: give it, for example {full_key}=<value>")
-    if full_key and is_value_error:
-        return ConfigError(f"{full_key}: {text.splitlines()[0]}")
+    if text.startswith(BAD_CHOICE):
+        return ConfigError(_explain_choice(lines) or text)
+    if text.startswith(INSIDE_NULL):
+        return ConfigError(_explain_inside_null([key] if key else _keys_of(lines)) or text)
     if type(error).__name__ == "MissingConfigException":
         return ConfigError(_explain_missing_file(text))
     if type(error).__name__ in ("OverrideParseException", "LexerNoViableAltException"):
@@ -44,19 +70,71 @@ def explain_composition_error(error: Exception, recipe: str) -> ConfigError:
             f"An override could not be read: {text.splitlines()[0]}. Write key=value, and quote a "
             "value with special characters, as in \"name='a=b'\""
         )
+    if full_key:
+        return ConfigError(f"{full_key}: {text.splitlines()[0]}")
     return ConfigError(text)
+
+
+def _explain_choice(lines: Sequence[str]) -> str | None:
+    """Which override gives a group something that is no name of a file; None if none does."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep
+
+    for line, group in zip(lines, _keys_of(lines), strict=True):
+        files = config_groups().get(group)
+        if files is None:
+            continue
+        value = OverridesParser.create().parse_overrides([line])[0].value()
+        values = value.list if isinstance(value, ChoiceSweep) else [value]
+        if any(each is None or isinstance(each, int | float) for each in values):
+            return (
+                f"{line}: must be the name of one of the files of {group}, or left out. "
+                f"Known: {', '.join(files)}"
+            )
+    return None
+
+
+def _keys_of(lines: Sequence[str]) -> list[str]:
+    return [line.partition("=")[0].lstrip("+~") for line in lines]
+
+
+def _explain_inside_null(keys: Sequence[str]) -> str | None:
+    """Which keys are in a section that may be null, of which OmegaConf does not say which one is;
+    None if none are."""
+    inside = [key for key in keys if key.startswith(("lora.", "tracker.", "environment."))]
+    if not inside:
+        return None
+    sections = sorted({key.partition(".")[0] for key in inside})
+    return (
+        f"{', '.join(inside)}: {' or '.join(sections)} is null, so nothing can be set in it; leave "
+        "one of the two out"
+    )
+
+
+def config_groups() -> dict[str, list[str]]:
+    """Group of files -> the names that `group=` takes."""
+    entries = importlib.resources.files("configs").iterdir()
+    groups: dict[str, list[str]] = {}
+    for folder in sorted(entries, key=lambda each: each.name):
+        if folder.is_dir() and not folder.name.startswith("_"):
+            files = sorted(file.name for file in folder.iterdir())
+            names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+            groups[folder.name] = [name for name in names if name != "base"]
+    return groups
 
 
 def _explain_missing_file(text: str) -> str:
     """`model/qwen` is not there: which are, and which was probably meant."""
-    found = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
-    options = [line.strip() for line in text.splitlines() if line.startswith("\t")]
-    if found is None or not options:
+    found = re.search(r"Could not (?:find|load) '([^'/]+)/([^']*)'", text)
+    if found is None:
         return text
     group, name = found.groups()
-    known = [option for option in options if option != "base"]
+    options = [line.strip() for line in text.splitlines() if line.startswith("\t")]
+    known = [each for each in options or config_groups().get(group, []) if each != "base"]
+    if not known:
+        return text
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    close += [option for option in known if option.startswith(name)]
+    close += [option for option in known if name and option.startswith(name)]
     meant = f" Did you mean {group}={close[0]}?" if close else ""
     return f"{group}={name}: there is no {group}/{name}.yaml.{meant} Known: {', '.join(known)}"
 
@@ -76,7 +154,8 @@ def recipe_keys(recipe: str) -> list[str]:
 def is_composition_error(error: Exception) -> bool:
     from hydra.errors import HydraException
 
-    return isinstance(error, HydraException | OmegaConfBaseException)
+    known = isinstance(error, HydraException | OmegaConfBaseException)
+    return known or str(error).startswith((BAD_CHOICE, INSIDE_NULL))
 
 
 def _key_in_message(message: str) -> str | None:

@@ -45,6 +45,7 @@ from tunebook.runs import (
     terminable,
 )
 from tunebook.runs.attempts import leased_seconds
+from tunebook.runs.files import check_writable
 from tunebook.runs.listing import flattened
 from tunebook.runs.starting import ending_lease, next_commands
 from tunebook.types import StepReport, Workload
@@ -402,9 +403,17 @@ def stop_signals() -> Iterator[StopRequest]:
 def inspect(
     recipe: str, overrides: Sequence[str], prepare: Prepare, *, html: Path | None, limit: int
 ) -> int:
-    """Shows the rows of a config token by token, and lints them; returns 1 if a lint failed."""
+    """Shows the rows of a config token by token, and lints them; returns 1 if a lint failed.
+
+    Raises:
+        ConfigError: `html` cannot be written; said before anything is prepared.
+    """
     from tunebook.inspect import inspect_rendered
 
+    if html is not None:
+        if html.is_dir():
+            raise ConfigError(f"--html {html}: is a folder; name a file in it")
+        check_writable(html.parent, f"--html {html}")
     task: RecipeTask = prepare(compose(recipe, overrides))
     if skipped := task.summary["rows_skipped"]:
         make_console().print(

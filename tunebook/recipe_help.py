@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
 from tunebook.compose import register_schemas
-from tunebook.composition_errors import SCHEMAS
+from tunebook.composition_errors import SCHEMAS, config_groups
 from tunebook.key_suggestions import schema_fields
 
 if TYPE_CHECKING:
@@ -134,20 +134,6 @@ def _shown(value: Any) -> str:
     if value is None or value == {}:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def config_groups() -> dict[str, list[str]]:
-    """Group of files -> the names that `group=` takes."""
-    import importlib.resources
-
-    entries = importlib.resources.files("configs").iterdir()
-    groups: dict[str, list[str]] = {}
-    for folder in sorted(entries, key=lambda each: each.name):
-        if folder.is_dir() and not folder.name.startswith("_"):
-            files = sorted(file.name for file in folder.iterdir())
-            names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
-            groups[folder.name] = [name for name in names if name != "base"]
-    return groups
 
 
 def _groups() -> str:

@@ -162,7 +162,8 @@ def _wait(
     root: Root = Path("runs"),
     poll: Poll = 2.0,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which to stop waiting; the run goes on.")
+        float | None,
+        typer.Option(help="Seconds after which to stop waiting; the run goes on.", min=0),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -187,7 +188,7 @@ def _wait(
 def _follow(
     run: OneRun,
     root: Root = Path("runs"),
-    after: Annotated[int, typer.Option(help="Only events with a higher seq.")] = 0,
+    after: Annotated[int, typer.Option(help="Only events with a higher seq.", min=0)] = 0,
     poll: Poll = 2.0,
     as_json: AsJson = False,
 ) -> None:
@@ -218,7 +219,9 @@ def _follow(
 def _cancel(
     run: OneRun,
     root: Root = Path("runs"),
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the end of the run.")] = 10.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for the end of the run.", min=0)
+    ] = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Ask a run to end: it finishes its step, saves, promotes its best checkpoint, and stops.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from starlette.requests import Request
@@ -70,6 +71,7 @@ def test_the_token_of_the_server_is_needed(tmp_path):
     [
         ({"host": "0.0.0.0"}, "needs a token"),
         ({"max_sessions": 0}, "--max-sessions"),
+        ({"home": Path(__file__)}, "--home .* cannot be written there"),
         ({"rates": "fast"}, "--rates fast"),
     ],
 )

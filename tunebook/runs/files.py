@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
@@ -18,7 +19,7 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
-from tunebook.errors import RunError
+from tunebook.errors import ConfigError, RunError
 from tunebook.runs.redaction import redact, redact_values
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -263,3 +264,21 @@ def _free_bytes(path: Path) -> int | None:
     except OSError:
         return None
     return stats.f_bavail * stats.f_frsize
+
+
+def check_writable(folder: Path, named: str) -> None:
+    """Makes a folder where there is none, and returns if a file can be written in it.
+
+    Args:
+        folder: to write in.
+        named: what a person asked for, for the message.
+
+    Raises:
+        ConfigError: no file can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{named}: cannot be written there: {error.strerror}") from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import BackendError, ConfigError
 from tunebook.models import packaged_path, tunebook_home
+from tunebook.runs.files import check_writable
 from tunebook.serve.faults import NO_FAULTS, read_faults
 from tunebook.serve.rates import PRESETS
 
@@ -71,12 +72,14 @@ def serve(
         raise ConfigError(f"--rates {rates}: must be one of {', '.join(PRESETS)}")
     plan = NO_FAULTS if faults is None else read_faults(faults)
     model = named_model(model)
+    home = (home or tunebook_home() / "serve").expanduser().absolute()
+    check_writable(home, f"--home {home}")
     from tunebook.serve.app import Engine, Server
     from tunebook.serve.state import Settings
 
     settings = Settings(
         model=name or model,
-        home=(home or tunebook_home() / "serve").expanduser().absolute(),
+        home=home,
         token=token,
         max_sessions=max_sessions,
         price_per_hour=price_per_hour,
