@@ -315,6 +315,87 @@ def test_sharegpt(load):
     assert row.columns == {}
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+PROMPT = [SYSTEM, {"role": "user", "content": "p"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "messages"),
+    [
+        ({"messages": [USER, ANSWER]}, Kind.conversation, [SYSTEM, USER, ANSWER]),
+        ({"messages": [SYSTEM, USER, ANSWER]}, Kind.conversation, [SYSTEM, USER, ANSWER]),
+        (
+            {"prompt": "p", "completion": "c"},
+            Kind.conversation,
+            [*PROMPT, {"role": "assistant", "content": "c"}],
+        ),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, Kind.preference, PROMPT),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "No"}]},
+            Kind.preference,
+            [SYSTEM, USER],
+        ),
+        (
+            {
+                "prompt": "p",
+                "samples": [{"content": "a", "score": 1}, {"content": "b", "score": 0}],
+            },
+            Kind.preference,
+            PROMPT,
+        ),
+        ({"prompt": "p", "answer": "4"}, Kind.prompt, PROMPT),
+        ({"messages": [USER]}, Kind.prompt, [SYSTEM, USER]),
+    ],
+)
+def test_a_system_column_goes_first_in_every_format(row, kind, messages, load):
+    loaded = load({"system": "Be brief.", **row}, {"system": "", **row}, kind=kind)
+    first, empty = loaded.rows
+    assert first.messages == messages
+    if row.get("messages", [None])[0] != SYSTEM:
+        assert empty.messages == messages[1:]
+    if "completion" in row:
+        assert (first.num_prompt, empty.num_prompt) == (2, 1)
+    assert "system" not in first.columns and "system" not in empty.columns
+    assert not any("nothing reads" in warning for warning in loaded.warnings)
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_system_column_beside_another_system_message_is_refused(key, load, problem):
+    row = {"system": "Be kind.", key: [SYSTEM, USER, ANSWER]}
+    assert problem(row) == (
+        "system",
+        "is a second system message beside that of the messages; keep one",
+    )
+    with pytest.raises(ConfigError, match="1 of 1 rows already have a system message"):
+        load({"system": "Be kind.", "prompt": "a", "completion": "b"}, system_prompt="Be brief.")
+
+
+def test_columns_that_nothing_reads_are_named_once(load, tmp_path):
+    row = {"prompt": "a", "input": "x", "id": 1, "key": 2, "doc": "d", "note": None}
+    pair = {"chosen": "b", "rejected": "c", "score_chosen": 2}
+    named = f"columns of {tmp_path / 'rows.jsonl'} that nothing reads: "
+    columns = {"id_column": "key", "group_column": "doc"}
+    sft = load(
+        {**row, "completion": "b"}, {**row, "key": 3, "completion": "b", "lang": "en"}, **columns
+    )
+    assert sft.warnings[0] == named + "input, lang"
+    dpo = load({**row, **pair}, kind=Kind.preference, **columns)
+    assert dpo.warnings == [named + "input, score_chosen"]
+    assert load({**row, "answer": "4"}, kind=Kind.prompt, **columns).warnings == []
+
+
+def test_functions_are_the_old_form_of_tools(load, problem):
+    schemas = [{"name": "add", "parameters": {}}]
+    for value in (schemas, json.dumps(schemas)):
+        field, reason = problem({**answer(), "functions": value})
+        assert field == "functions" and "data.columns={tools: functions}" in reason
+    (row,) = load({**answer(), "functions": schemas}, columns={"tools": "functions"}).rows
+    assert row.tools == [{"type": "function", "function": schemas[0]}]
+    (row,) = load({"prompt": "a", "functions": ["f(x)"]}, kind=Kind.prompt).rows
+    assert row.columns == {"functions": ["f(x)"]}
+    assert load({**answer(), "functions": []}).rows[0].tools is None
+
+
 def test_developer_is_system_and_unread_keys_are_told(load):
     loaded = load({"messages": [{"role": "developer", "content": "s", "cache": 1}, USER, ANSWER]})
     assert loaded.rows[0].messages[0] == {"role": "system", "content": "s"}
