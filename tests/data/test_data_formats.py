@@ -1,5 +1,6 @@
 """What each format and each spelling of a message becomes, and how bad rows are refused."""
 
+import csv
 import json
 
 import pytest
@@ -394,6 +395,88 @@ def test_functions_are_the_old_form_of_tools(load, problem):
     (row,) = load({"prompt": "a", "functions": ["f(x)"]}, kind=Kind.prompt).rows
     assert row.columns == {"functions": ["f(x)"]}
     assert load({**answer(), "functions": []}).rows[0].tools is None
+
+
+@pytest.mark.parametrize("dumps", [json.dumps, lambda value: json.dumps(value, indent=2)])
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"prompt": [USER], "completion": [ANSWER]}, Kind.conversation),
+        ({"prompt": USER, "completion": ANSWER}, Kind.conversation),
+        ({"prompt": "p", "completion": [{"from": "gpt", "value": "v"}]}, Kind.conversation),
+        (
+            {
+                "prompt": [USER],
+                "completion": [{"role": "assistant", "tool_calls": [{"name": "f"}]}],
+            },
+            Kind.conversation,
+        ),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "No"}]},
+            Kind.preference,
+        ),
+        ({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": "No"}, Kind.preference),
+        ({"prompt": [USER], "answer": [USER]}, Kind.prompt),
+    ],
+)
+def test_messages_as_json_text_are_the_messages(row, kind, dumps, load):
+    as_text = {
+        key: value if isinstance(value, str) or key == "answer" else dumps(value)
+        for key, value in row.items()
+    }
+    plain, unpacked = load(row, as_text, kind=kind).rows
+    assert (unpacked.messages, unpacked.chosen, unpacked.rejected, unpacked.columns) == (
+        plain.messages,
+        plain.chosen,
+        plain.rejected,
+        plain.columns,
+    )
+    assert unpacked.content_hash == plain.content_hash and not unpacked.plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "[]",
+        '{"a": 1}',
+        '[{"role": "CEO", "name": "Ann"}]',
+        '[{"name": "f", "arguments": {"from": "a"}}]',
+        "[{'value': 1}]",
+        '{"name": "cut',
+        "[INST] 'role': 'content': ",
+    ],
+)
+def test_other_json_text_stays_text(text, load):
+    (row,) = load({"prompt": text, "completion": text}).rows
+    assert [message["content"] for message in row.messages] == [text, text]
+    assert row.plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        str([USER, ANSWER]),
+        str(ANSWER),
+        "[{'content': 'Hi', 'role': 'user'}\n {'content': 'Hello', 'role': 'assistant'}]",
+        json.dumps([USER, ANSWER])[:-3],
+        "[{'from': 'human', 'value': 'Hi'}]",
+    ],
+)
+def test_messages_that_are_no_json_are_refused(text, problem):
+    row = {"prompt": "p", "chosen": text, "rejected": "b"}
+    field, reason = problem(row, kind=Kind.preference)
+    assert field == "chosen" and reason.startswith("looks like messages, but is not JSON")
+    assert "json.dumps" in reason
+
+
+def test_a_pair_from_a_csv_export(tmp_path, make_data):
+    sides = [[USER, {**ANSWER, "content": text}] for text in ("a", "b")]
+    path = tmp_path / "pairs.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["chosen", "rejected"], map(json.dumps, sides)])
+    (row,) = load_rows(make_data(path), kind=Kind.preference).rows
+    assert (row.messages, row.chosen, row.rejected) == ([USER], sides[0][1:], sides[1][1:])
 
 
 def test_developer_is_system_and_unread_keys_are_told(load):

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunebook.config import Mask, RowFormat
 from tunebook.data.json_values import BadRow, WrongKind, type_name
-from tunebook.data.messages import Message, has_text, normalise_tools
+from tunebook.data.messages import Message, has_text, normalise_tools, unpacked
 from tunebook.data.preferences import read_pair, read_samples
 from tunebook.data.rows import Kind, Row, content_hash
 from tunebook.data.turns import (
@@ -30,6 +30,13 @@ USE_OF_FORMAT = {
     RowFormat.preference: "preference training such as DPO",
     RowFormat.prompt: "training on rewards such as GRPO",
 }
+TURN_KEYS = {
+    RowFormat.messages: (),
+    RowFormat.prompt_completion: ("prompt", "completion"),
+    RowFormat.preference: ("prompt", "chosen", "rejected"),
+    RowFormat.prompt: ("prompt",),
+}
+"""Columns that are a text or messages."""
 KNOWN_FORMATS = (
     "messages; prompt + completion; prompt + chosen + rejected; messages + samples; "
     "prompt + answer columns"
@@ -179,6 +186,8 @@ def _wrong_kind(found: RowFormat, reading: Reading, values: dict[str, Any]) -> s
 def _read(
     values: dict[str, Any], row_format: RowFormat, reading: Reading, *, prune: bool
 ) -> list[Content]:
+    turn_keys = values.keys() & set(TURN_KEYS[row_format])
+    values = {**values, **{key: unpacked(values[key], key) for key in turn_keys}}
     if row_format is RowFormat.preference and "samples" in values:
         return read_samples(values, reading, prune=prune)
     if row_format is RowFormat.preference:
