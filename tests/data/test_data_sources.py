@@ -97,6 +97,19 @@ def test_csv_lines_quotes_and_empty_cells(tmp_path, make_data):
     assert [row.columns for row in loaded.rows] == [{"answer": "7"}, {}]
 
 
+@pytest.mark.parametrize("blank", ["\n", "\r\n\r\n", "  \n", ",\n"])
+def test_csv_lines_without_text_before_the_header_are_skipped(blank, tmp_path, make_data):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(f"{blank}prompt,completion\na,b\n\nc,d\n".encode())
+    loaded = conversations(make_data(path))
+    assert loaded_pairs(loaded) == [("a", "b"), ("c", "d")]
+    first = blank.count("\n") + 2
+    assert [row.line for row in loaded.rows] == [first, first + 2]
+    path.write_text(f"{blank}prompt,prompt\n", newline="")
+    with pytest.raises(DataError, match=rf"rows\.csv:{first - 1}: the header names"):
+        conversations(make_data(path))
+
+
 def test_csv_faults_are_located(tmp_path, make_data):
     path = tmp_path / "rows.csv"
     path.write_text("prompt,completion\na,b\nc,d,e\nf,\n,\n")
