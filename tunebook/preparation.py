@@ -19,7 +19,8 @@ from tunebook.data.ledger import dataset_key, ledger_path, read_ledger, write_le
 from tunebook.data.load import load_eval_rows, load_rows
 from tunebook.data.rows import Kind, Row, SourceInfo, content_hash
 from tunebook.data.snapshot import read_snapshot, write_snapshot
-from tunebook.errors import ConfigError, RunError
+from tunebook.data.sources import source_place
+from tunebook.errors import ConfigError, DataError, RunError
 from tunebook.models import load_tokenizer, tunebook_home
 from tunebook.runs import RunDir
 from tunebook.runs.redaction import contains_secret
@@ -274,7 +275,7 @@ def _rendered_side(
         frozen = read_frozen(frozen_tokens(RunDir.open(config.resume), side), rows)
         if frozen is not None:
             return frozen
-    with counting(f"rendering {side} rows") as progress:
+    with _of_side(config, side), counting(f"rendering {side} rows") as progress:
         return render(
             rows,
             tokenizer,
@@ -283,6 +284,19 @@ def _rendered_side(
             cache_dir=tunebook_home(),
             progress=progress,
         )
+
+
+@contextmanager
+def _of_side(config: RecipeConfig, side: Side) -> Iterator[None]:
+    """A block of which errors about eval rows say so; train rows are what is meant otherwise."""
+    try:
+        yield
+    except DataError as error:
+        if side is Side.train:
+            raise
+        given = config.data.eval.is_given
+        origin = f"data.eval, {source_place(config.data.eval)}" if given else "held out"
+        raise type(error)(f"Eval rows ({origin}): {error}", error.problems) from error
 
 
 def kept_rows(

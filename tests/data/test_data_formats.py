@@ -1,5 +1,6 @@
 """What each format and each spelling of a message becomes, and how bad rows are refused."""
 
+import csv
 import json
 
 import pytest
@@ -313,6 +314,169 @@ def test_sharegpt(load):
     ]
     assert row.tools == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert row.columns == {}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+PROMPT = [SYSTEM, {"role": "user", "content": "p"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "messages"),
+    [
+        ({"messages": [USER, ANSWER]}, Kind.conversation, [SYSTEM, USER, ANSWER]),
+        ({"messages": [SYSTEM, USER, ANSWER]}, Kind.conversation, [SYSTEM, USER, ANSWER]),
+        (
+            {"prompt": "p", "completion": "c"},
+            Kind.conversation,
+            [*PROMPT, {"role": "assistant", "content": "c"}],
+        ),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, Kind.preference, PROMPT),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "No"}]},
+            Kind.preference,
+            [SYSTEM, USER],
+        ),
+        (
+            {
+                "prompt": "p",
+                "samples": [{"content": "a", "score": 1}, {"content": "b", "score": 0}],
+            },
+            Kind.preference,
+            PROMPT,
+        ),
+        ({"prompt": "p", "answer": "4"}, Kind.prompt, PROMPT),
+        ({"messages": [USER]}, Kind.prompt, [SYSTEM, USER]),
+    ],
+)
+def test_a_system_column_goes_first_in_every_format(row, kind, messages, load):
+    loaded = load({"system": "Be brief.", **row}, {"system": "", **row}, kind=kind)
+    first, empty = loaded.rows
+    assert first.messages == messages
+    if row.get("messages", [None])[0] != SYSTEM:
+        assert empty.messages == messages[1:]
+    if "completion" in row:
+        assert (first.num_prompt, empty.num_prompt) == (2, 1)
+    assert "system" not in first.columns and "system" not in empty.columns
+    assert not any("nothing reads" in warning for warning in loaded.warnings)
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_system_column_beside_another_system_message_is_refused(key, load, problem):
+    row = {"system": "Be kind.", key: [SYSTEM, USER, ANSWER]}
+    assert problem(row) == (
+        "system",
+        "is a second system message beside that of the messages; keep one",
+    )
+    with pytest.raises(ConfigError, match="1 of 1 rows already have a system message"):
+        load({"system": "Be kind.", "prompt": "a", "completion": "b"}, system_prompt="Be brief.")
+
+
+def test_columns_that_nothing_reads_are_named_once(load, tmp_path):
+    row = {"prompt": "a", "input": "x", "id": 1, "key": 2, "doc": "d", "note": None}
+    pair = {"chosen": "b", "rejected": "c", "score_chosen": 2}
+    named = f"columns of {tmp_path / 'rows.jsonl'} that nothing reads: "
+    columns = {"id_column": "key", "group_column": "doc"}
+    sft = load(
+        {**row, "completion": "b"}, {**row, "key": 3, "completion": "b", "lang": "en"}, **columns
+    )
+    assert sft.warnings[0] == named + "input, lang"
+    dpo = load({**row, **pair}, kind=Kind.preference, **columns)
+    assert dpo.warnings == [named + "input, score_chosen"]
+    assert load({**row, "answer": "4"}, kind=Kind.prompt, **columns).warnings == []
+
+
+def test_functions_are_the_old_form_of_tools(load, problem):
+    schemas = [{"name": "add", "parameters": {}}]
+    for value in (schemas, json.dumps(schemas)):
+        field, reason = problem({**answer(), "functions": value})
+        assert field == "functions" and "data.columns={tools: functions}" in reason
+    (row,) = load({**answer(), "functions": schemas}, columns={"tools": "functions"}).rows
+    assert row.tools == [{"type": "function", "function": schemas[0]}]
+    (row,) = load({"prompt": "a", "functions": ["f(x)"]}, kind=Kind.prompt).rows
+    assert row.columns == {"functions": ["f(x)"]}
+    assert load({**answer(), "functions": []}).rows[0].tools is None
+
+
+@pytest.mark.parametrize("dumps", [json.dumps, lambda value: json.dumps(value, indent=2)])
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"prompt": [USER], "completion": [ANSWER]}, Kind.conversation),
+        ({"prompt": USER, "completion": ANSWER}, Kind.conversation),
+        ({"prompt": "p", "completion": [{"from": "gpt", "value": "v"}]}, Kind.conversation),
+        (
+            {
+                "prompt": [USER],
+                "completion": [{"role": "assistant", "tool_calls": [{"name": "f"}]}],
+            },
+            Kind.conversation,
+        ),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "No"}]},
+            Kind.preference,
+        ),
+        ({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": "No"}, Kind.preference),
+        ({"prompt": [USER], "answer": [USER]}, Kind.prompt),
+    ],
+)
+def test_messages_as_json_text_are_the_messages(row, kind, dumps, load):
+    as_text = {
+        key: value if isinstance(value, str) or key == "answer" else dumps(value)
+        for key, value in row.items()
+    }
+    plain, unpacked = load(row, as_text, kind=kind).rows
+    assert (unpacked.messages, unpacked.chosen, unpacked.rejected, unpacked.columns) == (
+        plain.messages,
+        plain.chosen,
+        plain.rejected,
+        plain.columns,
+    )
+    assert unpacked.content_hash == plain.content_hash and not unpacked.plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "[]",
+        '{"a": 1}',
+        '[{"role": "CEO", "name": "Ann"}]',
+        '[{"name": "f", "arguments": {"from": "a"}}]',
+        "[{'value': 1}]",
+        '{"name": "cut',
+        "[INST] 'role': 'content': ",
+    ],
+)
+def test_other_json_text_stays_text(text, load):
+    (row,) = load({"prompt": text, "completion": text}).rows
+    assert [message["content"] for message in row.messages] == [text, text]
+    assert row.plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        str([USER, ANSWER]),
+        str(ANSWER),
+        "[{'content': 'Hi', 'role': 'user'}\n {'content': 'Hello', 'role': 'assistant'}]",
+        json.dumps([USER, ANSWER])[:-3],
+        "[{'from': 'human', 'value': 'Hi'}]",
+    ],
+)
+def test_messages_that_are_no_json_are_refused(text, problem):
+    row = {"prompt": "p", "chosen": text, "rejected": "b"}
+    field, reason = problem(row, kind=Kind.preference)
+    assert field == "chosen" and reason.startswith("looks like messages, but is not JSON")
+    assert "json.dumps" in reason
+
+
+def test_a_pair_from_a_csv_export(tmp_path, make_data):
+    sides = [[USER, {**ANSWER, "content": text}] for text in ("a", "b")]
+    path = tmp_path / "pairs.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["chosen", "rejected"], map(json.dumps, sides)])
+    (row,) = load_rows(make_data(path), kind=Kind.preference).rows
+    assert (row.messages, row.chosen, row.rejected) == ([USER], sides[0][1:], sides[1][1:])
 
 
 def test_developer_is_system_and_unread_keys_are_told(load):

@@ -15,7 +15,10 @@ from tunebook.data.snapshot import read_snapshot, write_snapshot
 from tunebook.errors import DataError
 
 TEXT = st.text(st.characters(exclude_categories=[]), max_size=8) | st.sampled_from(
-    ["", " ", "</think>x", "<think>", "user", "assistant", "[]", "{}", "[1]", '{"a": 1}', "\ud83e"]
+    [
+        *("", " ", "</think>x", "<think>", "user", "assistant", "[]", "{}", "[1]", "\ud83e"),
+        *('{"a": 1}', '[{"role": "user", "content": "a"}]', "{'from': 'human', 'value': 'a'}"),
+    ]
 )
 KEYS = st.sampled_from(
     [

@@ -97,6 +97,19 @@ def test_csv_lines_quotes_and_empty_cells(tmp_path, make_data):
     assert [row.columns for row in loaded.rows] == [{"answer": "7"}, {}]
 
 
+@pytest.mark.parametrize("blank", ["\n", "\r\n\r\n", "  \n", ",\n"])
+def test_csv_lines_without_text_before_the_header_are_skipped(blank, tmp_path, make_data):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(f"{blank}prompt,completion\na,b\n\nc,d\n".encode())
+    loaded = conversations(make_data(path))
+    assert loaded_pairs(loaded) == [("a", "b"), ("c", "d")]
+    first = blank.count("\n") + 2
+    assert [row.line for row in loaded.rows] == [first, first + 2]
+    path.write_text(f"{blank}prompt,prompt\n", newline="")
+    with pytest.raises(DataError, match=rf"rows\.csv:{first - 1}: the header names"):
+        conversations(make_data(path))
+
+
 def test_csv_faults_are_located(tmp_path, make_data):
     path = tmp_path / "rows.csv"
     path.write_text("prompt,completion\na,b\nc,d,e\nf,\n,\n")
@@ -410,3 +423,45 @@ def test_eval_rows_come_from_their_own_source(tmp_path, make_data):
         load_eval_rows(
             make_data(train, eval=SourceConfig(path="a", hub="b")), kind=Kind.conversation
         )
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "words"),
+    [
+        (
+            {"q": "a", "a": "b"},
+            {},
+            "Rename columns with KEY.columns, our name first: KEY.columns={",
+        ),
+        ({"prompt": "a"}, {}, "name the answer's column: KEY.columns={completion: <column>}"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {},
+            "train on the better side: KEY.columns={completion: chosen}",
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": "q"},
+            "but KEY.columns reads prompt from it",
+        ),
+        ({"prompt": " ", "completion": " "}, {}, "Check which columns hold the text (KEY.columns)"),
+        ({"messages": []}, {}, "(KEY): every row was skipped, so nothing of it is left"),
+    ],
+)
+def test_errors_name_the_columns_key_of_their_source(row, columns, words, tmp_path, make_data):
+    rows = [row, {"q": "a", "completion": "b"}] if columns else [row]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    good = str(write_jsonl(tmp_path / "good.jsonl", objects()))
+    source = SourceConfig(path=path, columns=columns)
+    skip = {"on_bad_row": OnBadRow.skip} if "skipped" in words else {}
+
+    def said(load, **settings):
+        with pytest.raises(DataError) as caught:
+            load(make_data(**settings, **skip), kind=Kind.conversation)
+        return str(caught.value)
+
+    assert words.replace("KEY", "data") in said(load_rows, path=path, columns=columns)
+    assert words.replace("KEY", "data.eval") in said(load_eval_rows, path=good, eval=source)
+    if "hold the text" not in words:
+        sources = [SourceConfig(path=good), source]
+        assert words.replace("KEY", "data.sources[1]") in said(load_rows, sources=sources)

@@ -15,12 +15,16 @@ import typer
 from scripts.docs_pages import error_classes, error_head, generated_pages
 from tunebook.cli import app, recipe_names
 from tunebook.compose import compose
+from tunebook.data.load import load_rows
+from tunebook.data.rows import Kind
+from tunebook.data.sources import sources_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+KINDS = {"sft": Kind.conversation, "dpo": Kind.preference, "grpo": Kind.prompt}
 OF_SERVICE = "backend=together"
 
 
@@ -154,7 +158,14 @@ def check_config(recipe, words):
         if sweep and override == "sweep=learning_rate":
             assert (ROOT / "configs" / "sweep" / "learning_rate.yaml").is_file()
             overrides = [each for each in overrides if each != override]
-    compose(recipe, overrides)
+    data = compose(recipe, overrides).data
+    if all(is_shown(source) for _, source in sources_of(data)):
+        assert load_rows(data, kind=KINDS[recipe]).rows
+
+
+def is_shown(source):
+    """Whether the rows are in a file, or made by a function, that a page shows."""
+    return bool(source.function) or (source.path is not None and Path(source.path).is_file())
 
 
 def check_command(words):

@@ -206,6 +206,24 @@ def test_three_distinct_errors(tmp_path):
         sft.prepare(configured(tmp_path, data__path=masked))
 
 
+def test_eval_rows_of_which_nothing_is_left_are_said_to_be_eval_rows(tmp_path):
+    train = rows_file(tmp_path, [turns(f"Say {n}.", str(n)) for n in range(20)])
+    path = tmp_path / "held_out.jsonl"
+    long = [{"messages": turns("word " * 200, str(n))} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in long))
+    config = configured(tmp_path, data__path=train, data__eval__path=str(path), max_seq_len=64)
+    with pytest.raises(NothingSupervisedError) as caught:
+        sft.prepare(config)
+    assert str(caught.value).startswith(f"Eval rows (data.eval, {path}): No token of 3 rows")
+    config = configured(
+        tmp_path, data__path=train, data__eval__path=str(path), data__on_long_row="error",
+        max_seq_len=64,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"^Eval rows \(data\.eval, .*3 rows are longer") as located:
+        sft.prepare(config)
+    assert [problem.line for problem in located.value.problems] == [1, 2, 3]
+
+
 def test_100_rows_of_which_82_are_too_long(tmp_path):
     """Case 30: 18 usable rows, batch 32: one step on 18 rows."""
     rows = [turns(f"Say {n}.", "1 " * (2 if n < 18 else 200)) for n in range(100)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunebook.config import Mask, RowFormat
 from tunebook.data.json_values import BadRow, WrongKind, type_name
-from tunebook.data.messages import Message, has_text, normalise_tools
+from tunebook.data.messages import Message, has_text, normalise_tools, unpacked
 from tunebook.data.preferences import read_pair, read_samples
 from tunebook.data.rows import Kind, Row, content_hash
 from tunebook.data.turns import (
@@ -15,8 +15,8 @@ from tunebook.data.turns import (
     Reading,
     all_strings,
     required_key,
+    system_column,
     turns_of,
-    used_columns,
 )
 
 FORMATS_OF_KIND = {
@@ -30,6 +30,13 @@ USE_OF_FORMAT = {
     RowFormat.preference: "preference training such as DPO",
     RowFormat.prompt: "training on rewards such as GRPO",
 }
+TURN_KEYS = {
+    RowFormat.messages: (),
+    RowFormat.prompt_completion: ("prompt", "completion"),
+    RowFormat.preference: ("prompt", "chosen", "rejected"),
+    RowFormat.prompt: ("prompt",),
+}
+"""Columns that are a text or messages."""
 KNOWN_FORMATS = (
     "messages; prompt + completion; prompt + chosen + rejected; messages + samples; "
     "prompt + answer columns"
@@ -54,14 +61,17 @@ def rows_of(
     values = {key: value for key, value in values.items() if value is not None}
     row_format = reading.format
     if row_format is RowFormat.auto:
-        row_format = _detect(values, reading.kind, nulls)
+        row_format = _detect(values, reading, nulls)
+    _refuse_functions(values, reading)
     tools = normalise_tools(values.get("tools"), "tools", prune=prune)
     contents = _read(values, row_format, reading, prune=prune)
     row_id, group = _identity(values, reading)
+    system = system_column(values)
     rows = []
     for content in contents:
-        hidden = {*content.used, "tools"}
+        hidden = {*content.used, "system", "tools"}
         columns = {key: value for key, value in values.items() if key not in hidden}
+        _put_system_column(content, system)
         _put_system_prompt(content, reading.system_prompt)
         rows.append(
             _built_row(content, reading, tools, columns, row_id, group, file=file, line=line)
@@ -121,15 +131,15 @@ def _built_row(
     )
 
 
-def _detect(values: dict[str, Any], kind: Kind, nulls: list[str]) -> RowFormat:
+def _detect(values: dict[str, Any], reading: Reading, nulls: list[str]) -> RowFormat:
     """The format of a row by the columns that are not null."""
     has_pair = "chosen" in values or "rejected" in values or "samples" in values
     has_list = any(key in values for key in LIST_KEYS)
     has_prompt = "prompt" in values
     has_completion = has_prompt and "completion" in values
-    if kind is Kind.preference:
+    if reading.kind is Kind.preference:
         order = [(has_pair, RowFormat.preference)]
-    elif kind is Kind.prompt:
+    elif reading.kind is Kind.prompt:
         order = [(has_prompt, RowFormat.prompt), (has_list and not has_pair, RowFormat.messages)]
     else:
         order = [
@@ -147,34 +157,37 @@ def _detect(values: dict[str, Any], kind: Kind, nulls: list[str]) -> RowFormat:
     ]
     for there, row_format in others:
         if there:
-            raise WrongKind("", _wrong_kind(row_format, kind, values))
+            raise WrongKind("", _wrong_kind(row_format, reading, values))
     for key in CONTENT_KEYS:
         if key in nulls:
             raise BadRow(key, "is null; it holds what is trained on")
     raise BadRow(
         "",
         f"no known format: the columns are {', '.join(sorted(values)) or 'all null'}. Known: "
-        f"{KNOWN_FORMATS}. Rename columns with data.columns, our name first: "
-        "data.columns={prompt: question, completion: answer}",
+        f"{KNOWN_FORMATS}. Rename columns with {reading.key}.columns, our name first: "
+        f"{reading.key}.columns={{prompt: question, completion: answer}}",
     )
 
 
-def _wrong_kind(found: RowFormat, kind: Kind, values: dict[str, Any]) -> str:
+def _wrong_kind(found: RowFormat, reading: Reading, values: dict[str, Any]) -> str:
+    kind, columns = reading.kind, f"{reading.key}.columns"
     reason = (
         f"holds the columns {', '.join(sorted(values))}, which is {found} data; this recipe "
         f"trains on {kind} rows. Such rows are for {USE_OF_FORMAT[found]}"
     )
     if kind is Kind.conversation and found is RowFormat.preference and "chosen" in values:
         name = "completion" if "prompt" in values else "messages"
-        return f"{reason}, or train on the better side: data.columns={{{name}: chosen}}"
+        return f"{reason}, or train on the better side: {columns}={{{name}: chosen}}"
     if kind is Kind.conversation and found is RowFormat.prompt:
-        return f"{reason}, or name the answer's column: data.columns={{completion: <column>}}"
+        return f"{reason}, or name the answer's column: {columns}={{completion: <column>}}"
     return reason
 
 
 def _read(
     values: dict[str, Any], row_format: RowFormat, reading: Reading, *, prune: bool
 ) -> list[Content]:
+    turn_keys = values.keys() & set(TURN_KEYS[row_format])
+    values = {**values, **{key: unpacked(values[key], key) for key in turn_keys}}
     if row_format is RowFormat.preference and "samples" in values:
         return read_samples(values, reading, prune=prune)
     if row_format is RowFormat.preference:
@@ -191,7 +204,7 @@ def _read_messages(values: dict[str, Any], reading: Reading, *, prune: bool) -> 
     key = required_key(values, LIST_KEYS)
     messages = turns_of(values, key, "user", reading, prune=prune)
     _require_assistant(messages, key, reading)
-    return Content(messages, used=used_columns(key))
+    return Content(messages, used=(key,))
 
 
 def _read_prompt_completion(values: dict[str, Any], reading: Reading, *, prune: bool) -> Content:
@@ -213,7 +226,7 @@ def _read_prompt(
     messages = turns_of(values, key, "user", reading, prune=prune)
     if messages[-1]["role"] == "assistant":
         raise BadRow(key, "ends with an assistant message; a prompt ends where the model answers")
-    return Content(messages, plain=all_strings(values, (key,)), used=used_columns(key))
+    return Content(messages, plain=all_strings(values, (key,)), used=(key,))
 
 
 def _require_assistant(messages: list[Message], key: str, reading: Reading) -> None:
@@ -239,9 +252,39 @@ def _label(values: dict[str, Any], column: str) -> str:
     return str(value)
 
 
+def _put_system_column(content: Content, system: list[Message]) -> None:
+    """Adds it first, where the messages do not begin with the same one."""
+    if not system or content.messages[:1] == system:
+        return
+    turns = (*content.messages, *content.chosen, *content.rejected)
+    if any(message["role"] == "system" for message in turns):
+        raise BadRow("system", "is a second system message beside that of the messages; keep one")
+    _put_first(content, system[0])
+
+
 def _put_system_prompt(content: Content, system_prompt: str | None) -> None:
     """Adds it first; `load` refuses afterwards where a row already had one."""
     if system_prompt is not None:
-        content.messages = [{"role": "system", "content": system_prompt}, *content.messages]
-        if content.num_prompt is not None:
-            content.num_prompt += 1
+        _put_first(content, {"role": "system", "content": system_prompt})
+
+
+def _put_first(content: Content, message: Message) -> None:
+    content.messages = [message, *content.messages]
+    if content.num_prompt is not None:
+        content.num_prompt += 1
+
+
+def _refuse_functions(values: dict[str, Any], reading: Reading) -> None:
+    """Tool schemas under their old name; a column of anything else may have that name."""
+    if "tools" in values:
+        return
+    try:
+        schemas = normalise_tools(values.get("functions"), "functions", prune=False)
+    except BadRow:
+        return
+    if schemas:
+        raise BadRow(
+            "functions",
+            "is the old form of tools, which is not read; call the column tools, or set "
+            f"{reading.key}.columns={{tools: functions}} if every row has it",
+        )

@@ -50,7 +50,7 @@ def load_rows(data: DataConfig, *, kind: Kind, unsized_limit: int | None = None)
     _check_format(data, kind)
     found = [
         _load_source(
-            source, key=key, reading=_reading(data, kind, index), unsized_limit=unsized_limit
+            source, reading=_reading(data, kind, index, key=key), unsized_limit=unsized_limit
         )
         for index, (key, source) in enumerate(sources_of(data))
     ]
@@ -77,8 +77,8 @@ def load_eval_rows(data: DataConfig, *, kind: Kind) -> LoadedRows | None:
         return None
     _check_format(data, kind)
     check_source("data.eval", data.eval)
-    reading = replace(_reading(data, kind, 0), id_column=None, group_column=None)
-    return _joined([_load_source(data.eval, key="data.eval", reading=reading)], data)
+    reading = replace(_reading(data, kind, 0, key="data.eval"), id_column=None, group_column=None)
+    return _joined([_load_source(data.eval, reading=reading)], data)
 
 
 @dataclass(slots=True)
@@ -105,8 +105,9 @@ def _check_format(data: DataConfig, kind: Kind) -> None:
         )
 
 
-def _reading(data: DataConfig, kind: Kind, source: int) -> Reading:
+def _reading(data: DataConfig, kind: Kind, source: int, *, key: str) -> Reading:
     return Reading(
+        key=key,
         kind=kind,
         format=data.format,
         source=source,
@@ -118,10 +119,10 @@ def _reading(data: DataConfig, kind: Kind, source: int) -> Reading:
 
 
 def _load_source(
-    source: SourceConfig, *, key: str, reading: Reading, unsized_limit: int | None = None
+    source: SourceConfig, *, reading: Reading, unsized_limit: int | None = None
 ) -> _Source:
     found = _Source(source, reading)
-    for raw in read_source(source, key=key, unsized_limit=unsized_limit):
+    for raw in read_source(source, key=reading.key, unsized_limit=unsized_limit):
         found.num_read += 1
         try:
             found.rows += _rows_of_raw(raw, found)
@@ -132,9 +133,10 @@ def _load_source(
             found.problems.append(RowProblem(raw.file, raw.line, "", "is nested too deeply"))
     if found.num_read == 0:
         raise EmptyDataError(
-            f"0 rows in {source_place(source)} ({key}). Nothing can be trained on an empty source."
+            f"0 rows in {source_place(source)} ({reading.key}). Nothing can be trained on an empty "
+            "source."
         )
-    _check_columns(found, key=key)
+    _check_columns(found)
     if found.num_wrong_kind == found.num_read:
         raise DataError(
             f"{source_place(source)}: none of the {found.num_read} rows is for this recipe. "
@@ -151,11 +153,11 @@ def _rows_of_raw(raw: RawRow, found: _Source) -> list[Row]:
     if not isinstance(values, dict):
         raise BadRow("", f"row must be an object, this is {type_name(values)}")
     found.names.update(values)
-    values = _renamed(values, found.config.columns)
+    values = _renamed(values, found.config.columns, key=found.reading.key)
     return rows_of(values, found.reading, file=raw.file, line=raw.line, prune=raw.from_arrow)
 
 
-def _renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def _renamed(values: dict[str, Any], columns: dict[str, str], *, key: str) -> dict[str, Any]:
     """The row by our names; a renamed column hides one that had our name before."""
     if not columns:
         return values
@@ -163,7 +165,7 @@ def _renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
         if theirs not in values:
             raise BadRow(
                 theirs,
-                f"is missing, but data.columns reads {ours} from it; "
+                f"is missing, but {key}.columns reads {ours} from it; "
                 f"the columns are {', '.join(values)}",
             )
     taken = set(columns.values())
@@ -171,11 +173,11 @@ def _renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     return {**kept, **{ours: values[theirs] for ours, theirs in columns.items()}}
 
 
-def _check_columns(found: _Source, *, key: str) -> None:
+def _check_columns(found: _Source) -> None:
     """Refuses a column name in the config that not one row has."""
     if not found.names:
         return
-    columns = found.config.columns
+    key, columns = found.reading.key, found.config.columns
     for ours, theirs in columns.items():
         if theirs not in found.names:
             raise ConfigError(
@@ -200,22 +202,23 @@ def _joined(found: Sequence[_Source], data: DataConfig) -> LoadedRows:
     for one in found:
         if not one.rows:
             raise DataError(
-                f"{source_place(one.config)}: every row was skipped, so nothing is left to train "
-                f"on. {_bad_rows(one.problems, one.num_read)}",
+                f"{source_place(one.config)} ({one.reading.key}): every row was skipped, so "
+                f"nothing of it is left. {_bad_rows(one.problems, one.num_read)}",
                 one.problems,
             )
     rows = [row for one in found for row in one.rows]
     _check_system_messages(rows, data)
     if not any(map(row_has_text, rows)):
         places = ", ".join(source_place(one.config) for one in found)
+        settings = ", ".join(f"{one.reading.key}.columns" for one in found)
         raise NoTextError(
             f"{places}: {len(rows)} rows, but no message of any row has text: every content is "
-            "empty or white space. Check which columns hold the text (data.columns)."
+            f"empty or white space. Check which columns hold the text ({settings})."
         )
     return LoadedRows(
         rows=rows,
         problems=problems,
-        warnings=_warnings(rows, problems, found),
+        warnings=_warnings(rows, problems, found, data),
         sources=[
             SourceInfo(
                 name=source_name(one.config),
@@ -252,7 +255,10 @@ def _check_system_messages(rows: Sequence[Row], data: DataConfig) -> None:
 
 
 def _warnings(
-    rows: Sequence[Row], problems: Sequence[RowProblem], found: Sequence[_Source]
+    rows: Sequence[Row],
+    problems: Sequence[RowProblem],
+    found: Sequence[_Source],
+    data: DataConfig,
 ) -> list[str]:
     warnings = []
     if problems:
@@ -264,6 +270,12 @@ def _warnings(
     if unread:
         shown = ", ".join(f"{key} ({count})" for key, count in sorted(unread.items()))
         warnings.append(f"message keys that nothing reads, with their counts: {shown}")
+    for one in found:
+        names = _unread_columns(one, data)
+        if names:
+            warnings.append(
+                f"columns of {source_place(one.config)} that nothing reads: {', '.join(names)}"
+            )
     conflicts = conflicting_ids(rows)
     if conflicts:
         shown = "; ".join(
@@ -277,3 +289,11 @@ def _warnings(
     if repeats:
         warnings.append(f"{repeats} rows repeat an earlier row exactly; they are kept")
     return warnings
+
+
+def _unread_columns(found: _Source, data: DataConfig) -> list[str]:
+    """Columns that are in no token; a reward may read every column of a prompt row."""
+    if found.reading.kind is Kind.prompt:
+        return []
+    names = {name for row in found.rows for name in row.columns}
+    return sorted(names - {"id", data.id_column, data.group_column})

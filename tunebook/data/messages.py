@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -38,6 +39,8 @@ READ_KEYS = {
     *REASONING_KEYS,
     *TRAINED_KEYS,
 }
+MESSAGE_KEYS = (("role", "content"), ("role", "tool_calls"), ("from", "value"))
+OBJECTS_BEGIN = re.compile(r"""\s*(\[\s*)?\{\s*["']""")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
@@ -65,6 +68,40 @@ def normalise_messages(
         _normalise_message(item, f"{field}[{i}]", unread=unread, prune=prune)
         for i, item in enumerate(value)
     ]
+
+
+def unpacked(value: Any, field: str) -> Any:
+    """The messages of a text that holds them as JSON, as tables do; any other value as it is.
+
+    Raises:
+        BadRow: a text that looks like messages and is not JSON.
+    """
+    if not isinstance(value, str) or not OBJECTS_BEGIN.match(value):
+        return value
+    try:
+        held = parse_json(value)
+    except ValueError as error:
+        if not _names_message_keys(value):
+            return value
+        raise BadRow(
+            field,
+            f"looks like messages, but is not JSON ({error}). Write it with json.dumps, not as "
+            "Python prints a list; if it is meant as text, put it into a message",
+        ) from error
+    items = held if isinstance(held, list) else [held]
+    return to_json_value(held, field) if all(map(_is_message, items)) else value
+
+
+def _names_message_keys(text: str) -> bool:
+    return any(
+        all(f"{quote}{key}{quote}:" in text for key in keys)
+        for keys in MESSAGE_KEYS
+        for quote in "'\""
+    )
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and any(item.keys() >= set(keys) for keys in MESSAGE_KEYS)
 
 
 def normalise_tools(value: Any, field: str, *, prune: bool) -> list[dict[str, Any]] | None:

@@ -15,7 +15,6 @@ from tunebook.data.turns import (
     all_strings,
     required_key,
     turns_of,
-    used_columns,
 )
 
 
@@ -41,7 +40,7 @@ def read_pair(values: dict[str, Any], reading: Reading, *, prune: bool) -> Conte
     _check_completion(chosen, "chosen", reading)
     _check_completion(rejected, "rejected", reading)
     _refuse_same_text(chosen, rejected, "rejected")
-    used = (*used_columns(prompt_key), "chosen", "rejected")
+    used = (*([prompt_key] if prompt_key else []), "chosen", "rejected")
     plain = not implicit and all_strings(values, used)
     return Content(prompt, chosen, rejected, plain=plain, used=used)
 
@@ -138,9 +137,7 @@ def read_samples(values: dict[str, Any], reading: Reading, *, prune: bool) -> li
         text = json.dumps([prompt, chosen], ensure_ascii=False)
         group = "samples:" + hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
     return [
-        Content(
-            list(prompt), list(chosen), rejected, group=group, used=(*used_columns(key), "samples")
-        )
+        Content(list(prompt), list(chosen), rejected, group=group, used=(key, "samples"))
         for rejected in sides[0.0]
     ]
 

@@ -228,7 +228,8 @@ def _read_csv(path: Path, *, delimiter: str) -> Iterator[RawRow]:
     try:
         for cells in reader:
             if header is None:
-                header = _checked_header(path, cells)
+                if any(cell.strip() for cell in cells):
+                    header = _checked_header(path, line, cells)
             elif cells:
                 yield _row_of_cells(str(path), line, header, cells)
             line = reader.line_num + 1
@@ -236,10 +237,10 @@ def _read_csv(path: Path, *, delimiter: str) -> Iterator[RawRow]:
         raise _stopped(str(path), line, f"not valid CSV: {error}") from error
 
 
-def _checked_header(path: Path, cells: list[str]) -> list[str]:
+def _checked_header(path: Path, line: int, cells: list[str]) -> list[str]:
     twice = {cell for cell in cells if cells.count(cell) > 1}
     if twice:
-        raise DataError(f"{path}:1: the header names {', '.join(sorted(twice))!r} twice")
+        raise DataError(f"{path}:{line}: the header names {', '.join(sorted(twice))!r} twice")
     return cells
 
 

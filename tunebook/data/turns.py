@@ -18,6 +18,8 @@ LIST_KEYS = ("messages", "conversations")
 class Reading:
     """How the rows of one source are read."""
 
+    key: str
+    """Where the source stands in the config, for messages."""
     kind: Kind
     format: RowFormat
     source: int
@@ -63,24 +65,15 @@ def turns_of(
         value = [value]
     elif not isinstance(value, list | str):
         raise BadRow(key, f"is {type_name(value)}; must be a string or a list of messages")
-    messages = normalise_messages(value, key, unread=reading.unread, prune=prune)
-    return [*_system_column(values, key), *messages]
+    return normalise_messages(value, key, unread=reading.unread, prune=prune)
 
 
-def _system_column(values: dict[str, Any], key: str) -> list[Message]:
-    """The system message that `conversations` data keeps in a column of its own."""
-    if key != "conversations" or "system" not in values or values["system"] == "":
+def system_column(values: dict[str, Any]) -> list[Message]:
+    """The system message that a row keeps in a column of its own; none where that is empty."""
+    if values.get("system", "") == "":
         return []
-    return normalise_messages(
-        [{"role": "system", "content": values["system"]}], "system", unread=Counter(), prune=False
-    )
-
-
-def used_columns(key: str | None) -> tuple[str, ...]:
-    """The columns that a conversation under this key takes up."""
-    if key is None:
-        return ()
-    return (key, "system") if key == "conversations" else (key,)
+    message = {"role": "system", "content": values["system"]}
+    return normalise_messages([message], "system", unread=Counter(), prune=False)
 
 
 def required_key(values: dict[str, Any], keys: tuple[str, ...]) -> str:
