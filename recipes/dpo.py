@@ -143,15 +143,16 @@ def prepare(config: DPOConfig) -> Task:
     assert train_data is not None, "prepare_rows leaves at least one train row"
     eval_data = render_pair_side(rows.eval, tokenizer, config, side=Side.eval)
 
-    downgrades = downgrades_for(
-        config,
-        has_eval=eval_data is not None,
-        of_backend=can.downgrades,
-        loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
-    )
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
+    downgrades = downgrades_for(
+        config,
+        plan,
+        monitor=monitor if eval_data else None,
+        of_backend=can.downgrades,
+        loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
+    )
     summary = summarize(
         "dpo",
         config,

@@ -190,10 +190,12 @@ def prepare(config: GRPOConfig) -> Task:
     assert train_data is not None, "prepare_rows leaves at least one train row"
     eval_data = render_prompt_side(rows.eval, tokenizer, config, side=Side.eval, max_tokens=room)
 
-    downgrades = downgrades_for(config, has_eval=eval_data is not None, of_backend=can.downgrades)
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
+    downgrades = downgrades_for(
+        config, plan, monitor=monitor if eval_data else None, of_backend=can.downgrades
+    )
     summary = summarize(
         "grpo",
         config,

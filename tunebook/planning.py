@@ -77,8 +77,9 @@ def plan_for(config: RecipeConfig, sources: tuple[MixedRows, ...]) -> Plan:
 
 def downgrades_for(
     config: RecipeConfig,
+    plan: Plan,
     *,
-    has_eval: bool,
+    monitor: Monitor | None,
     of_backend: Sequence[str],
     loses_samples: bool = False,
 ) -> tuple[str, ...]:
@@ -86,7 +87,8 @@ def downgrades_for(
 
     Args:
         config: of the run.
-        has_eval: there are rows to evaluate.
+        plan: its steps.
+        monitor: what it evaluates; None = there are no rows to evaluate.
         of_backend: those that the backend brings.
         loses_samples: answers are asked for, of a backend that cannot sample.
 
@@ -94,11 +96,15 @@ def downgrades_for(
         ConfigError: there are some and `strict` is set.
     """
     found = list(of_backend)
-    if not has_eval:
-        if config.early_stopping.patience is not None:
+    patience = config.early_stopping.patience
+    if monitor is None:
+        if patience is not None:
             found.append("early_stopping:disabled:no_eval_set")
         if config.eval.monitor is not None:
             found.append("eval.monitor:ignored:no_eval_set")
+    # One evaluation sets the mark, `patience` more stop the run, and the last comes at its end.
+    elif patience is not None and len(_evaluated_steps(config, plan, monitor)) < patience + 2:
+        found.append("early_stopping:ineffective:too_few_evaluations")
     if loses_samples:
         found.append("samples:disabled:no_generator")
     if found and config.strict:
@@ -107,6 +113,18 @@ def downgrades_for(
             "settings, or the eval split, or accept the downgrade with strict=false"
         )
     return tuple(found)
+
+
+def _evaluated_steps(config: RecipeConfig, plan: Plan, monitor: Monitor) -> set[int]:
+    """The steps after which a run has evaluated or will, those before a resume included."""
+    planned = checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
+    if config.resume is None:
+        return set(planned)
+    run = RunDir.open(config.resume)
+    newest = newest_checkpoint(run.checkpoints())
+    done = newest.step if newest else 0
+    made = {step for step, _ in run.history(monitor.metric) if step <= done}
+    return made | {step for step in planned if step > done}
 
 
 def summarize(

@@ -255,6 +255,40 @@ def test_a_downgrade_is_recorded_and_strict_refuses_it(configure):
         sft.prepare(configure(**overrides, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("patience", "every", "effective"),
+    [(1, 2, True), (2, 2, False), (2, 0, False), (4, 1, True), (5, 1, False), (1, 20, False)],
+)
+def test_patience_that_cannot_stop_anything_is_a_downgrade(configure, patience, every, effective):
+    """6 steps, evaluated every 2: at 2, 4 and 6; patience 1 may stop at 4, patience 2 at the end.
+
+    What it may do shows by a loss that only rises.
+    """
+    overrides = {"early_stopping__patience": patience, "plan__checkpoint_every": every}
+    backend = FakeBackend(nll=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    task, run, reports = run_all(configure(15, **overrides), backend)
+    assert (len(reports) < task.plan.planned_steps) is effective
+    token = "early_stopping:ineffective:too_few_evaluations"
+    assert run.record.outcome.downgrades == ([] if effective else [token])
+    if not effective:
+        with pytest.raises(ConfigError, match=token):
+            sft.prepare(configure(15, **overrides, strict=True))
+
+
+def test_evaluations_before_a_resume_count_for_patience(configure):
+    """At 1 and 2, then on at 4 and 6: patience 2 may still stop at 4."""
+    config = configure(15, plan__checkpoint_every=1, early_stopping__patience=2)
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    steps = sft.train(task, FakeBackend(), run)
+    for report in steps:
+        if report.step == 2:
+            steps.close()
+    for every, downgrades in ((2, ()), (0, ("early_stopping:ineffective:too_few_evaluations",))):
+        again = compose("sft", {"resume": str(run.path), "plan.checkpoint_every": every})
+        assert sft.prepare(again).downgrades == downgrades
+
+
 def test_without_an_eval_split_the_last_checkpoint_is_the_result(configure):
     _, run, _ = run_all(configure(eval__fraction=0, plan__checkpoint_every=2), FakeBackend())
     assert (run.model_dir / "exported").read_text() == "step_000005"
