@@ -314,14 +314,20 @@ def freeze(
     return fingerprint
 
 
-def remember_split(rows: PreparedRows, config: RecipeConfig) -> None:
+def remember_split(rows: PreparedRows, config: RecipeConfig, *, has_trained: bool = False) -> None:
     """Makes the split of a run that is about to train that of every later run over its dataset.
+
+    Args:
+        rows: of the run.
+        config: of the run.
+        has_trained: it goes on with weights trained on these rows, whatever others hold out.
 
     Raises:
         RunError: another run has fixed it otherwise in the meantime.
     """
-    if not rows.eval or rows.split["rule"] == SEPARATE:
+    if rows.split["rule"] == SEPARATE:
         return
+    key = _ledger_key(config)
     train, held_out = ([_identity(row, config) for row in side] for side in (rows.train, rows.eval))
     train_names, eval_names = (
         {name for row in side for name in row.names} for side in (train, held_out)
@@ -329,12 +335,15 @@ def remember_split(rows: PreparedRows, config: RecipeConfig) -> None:
     # A name on both sides says nothing: each of its rows has a name of its own.
     assignments = dict.fromkeys(train_names - eval_names, Side.train)
     assignments |= dict.fromkeys(eval_names - train_names, Side.eval)
-    merged = _sides(write_ledger(_ledger_key(config), assignments))
-    moved = [row for row in held_out if remembered_side(row, merged) is Side.train]
-    if moved:
+    # A run that holds nothing out decides nothing for later ones, yet trains on no exam of others.
+    merged = _sides(write_ledger(key, assignments) if held_out else read_ledger(key))
+    trained = sum(remembered_side(row, merged) is Side.train for row in held_out)
+    examined = sum(remembered_side(row, merged) is Side.eval for row in train)
+    if (trained or examined) and not has_trained:
         raise RunError(
-            f"Another run over this dataset has fixed the split meanwhile, with {len(moved)} of "
-            "these eval rows on the training side. Prepare this run again; it will use that split"
+            f"Another run over this dataset has fixed the split meanwhile, with {trained} of these "
+            f"eval rows on the training side and {examined} of these train rows held out. Prepare "
+            "this run again; it will use that split"
         )
 
 

@@ -13,7 +13,8 @@ from recipes import sft
 from tests.fakes import FakeBackend
 from tunebook.compose import compose
 from tunebook.errors import ConfigError, NonFiniteError, RunError
-from tunebook.launch import start_run
+from tunebook.launch import plan_run, start_run
+from tunebook.models import tunebook_home
 from tunebook.runs import RunDir, RunState, StopReason
 
 
@@ -318,6 +319,43 @@ def test_the_plan_hash(configure, tmp_path):
     assert sft.prepare(configure(seed=1)).summary["hash"] != known
     write_rows(tmp_path / "rows.jsonl", 10, start=1)
     assert sft.prepare(configure()).summary["hash"] != known
+
+
+def rows_of(task):
+    return {
+        side: {row.messages[0]["content"] for row in rows}
+        for side, rows in (("train", task.rows.train), ("eval", task.rows.eval))
+    }
+
+
+@pytest.mark.parametrize("min_rows", [1, 6])
+def test_a_run_prepared_before_another_trained_holds_out_what_that_one_did(
+    configure, tmp_path, min_rows
+):
+    """A dry run over 25 rows, which hold out 5 or (below 6) none; then a run over 40, with 8."""
+    early = sft.prepare(configure(25, eval__min_rows=min_rows))
+    planned = plan_run("sft", early, 0.0)
+    write_rows(tmp_path / "rows.jsonl", 40)
+    grown, _, _ = run_all(configure(eval__min_rows=min_rows), FakeBackend())
+    assert rows_of(early)["train"] & rows_of(grown)["eval"]
+    message = r"has fixed the split meanwhile, with \d of .* and [1-9] of these train rows held out"
+    with pytest.raises(RunError, match=message):
+        start_run("sft", early)
+    with pytest.raises(RunError, match=message):
+        resume(planned, FakeBackend())
+    write_rows(tmp_path / "rows.jsonl", 25)
+    again, _, _ = run_all(configure(eval__min_rows=min_rows), FakeBackend())
+    assert not rows_of(again)["train"] & rows_of(grown)["eval"]
+
+
+def test_a_run_that_has_trained_goes_on_whatever_became_of_the_ledger(configure, tmp_path):
+    run = stopped_after_one_step(configure(25, plan__checkpoint_every=1), FakeBackend())
+    shutil.rmtree(tunebook_home() / "ledgers")
+    write_rows(tmp_path / "rows.jsonl", 40)
+    grown, _, _ = run_all(configure(plan__checkpoint_every=1), FakeBackend())
+    task, run, _ = resume(run, FakeBackend())
+    assert rows_of(task)["train"] & rows_of(grown)["eval"]
+    assert run.record.state is RunState.SUCCEEDED
 
 
 def test_added_rows_move_nobody_across_the_split(configure, tmp_path):
