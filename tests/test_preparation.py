@@ -121,6 +121,15 @@ def test_too_few_rows_for_an_eval_split_are_said_and_not_remembered(tmp_path):
     assert "keep the side" not in grown.split["rule"]
 
 
+@pytest.mark.parametrize("min_rows", [0, 1, 8])
+def test_a_share_below_one_row_is_said(tmp_path, min_rows):
+    """No eval.min_rows makes a row of 0.05 of 10 rows."""
+    path = rows_file(tmp_path / "rows.jsonl", 10)
+    [warning] = prepared(data__path=path, eval__min_rows=min_rows).warnings
+    assert "0.05 of 10 rows is less than one row" in warning
+    assert "Raise eval.fraction" in warning and "min_rows" not in warning
+
+
 def test_a_look_at_the_first_rows_decides_nothing(tmp_path):
     """A limited source is another dataset than the whole of it."""
     path = rows_file(tmp_path / "rows.jsonl", 100)

@@ -428,14 +428,22 @@ def _split_rule(config: RecipeConfig, held: HeldOut) -> str:
 
 def _why_no_eval(config: RecipeConfig, held: HeldOut) -> str:
     settings = config.eval
-    share = f"{settings.fraction:g} of {len(held.train)} rows"
-    if held.wanted == 0:
+    num_rows = len(held.train)
+    share = f"{settings.fraction:g} of {num_rows} rows"
+    whole_rows = eval_row_count(
+        num_rows, fraction=settings.fraction, min_rows=0, max_rows=settings.max_rows
+    )
+    way_out = "Raise eval.fraction"
+    if whole_rows == 0:
+        reason = f"{share} is less than one row"
+    elif held.wanted == 0:
         reason = f"{share} is less than eval.min_rows={settings.min_rows}"
+        way_out = "Lower eval.min_rows, raise eval.fraction"
     else:
         reason = "rows that belong together are too many for the share that is held out"
     return (
         f"no eval rows: {reason}. Nothing is evaluated, and the last checkpoint becomes the model. "
-        "Lower eval.min_rows, raise eval.fraction, or name eval rows with data.eval.path"
+        f"{way_out}, or name eval rows with data.eval.path"
     )
 
 
