@@ -81,7 +81,7 @@ def downgrades_for(
     *,
     monitor: Monitor | None,
     of_backend: Sequence[str],
-    loses_samples: bool = False,
+    no_samples: str | None = None,
 ) -> tuple[str, ...]:
     """Settings that this run cannot honour, as `setting:action:cause`.
 
@@ -90,7 +90,7 @@ def downgrades_for(
         plan: its steps.
         monitor: what it evaluates; None = there are no rows to evaluate.
         of_backend: those that the backend brings.
-        loses_samples: answers are asked for, of a backend that cannot sample.
+        no_samples: why no answers are sampled though some are asked for; None = they are.
 
     Raises:
         ConfigError: there are some and `strict` is set.
@@ -105,8 +105,8 @@ def downgrades_for(
     # One evaluation sets the mark, `patience` more stop the run, and the last comes at its end.
     elif patience is not None and len(_evaluated_steps(config, plan, monitor)) < patience + 2:
         found.append("early_stopping:ineffective:too_few_evaluations")
-    if loses_samples:
-        found.append("samples:disabled:no_generator")
+    if no_samples is not None:
+        found.append(f"samples:disabled:{no_samples}")
     if found and config.strict:
         raise ConfigError(
             f"strict=true and the run would be downgraded: {', '.join(found)}. Change these "

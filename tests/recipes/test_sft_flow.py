@@ -276,6 +276,18 @@ def test_patience_that_cannot_stop_anything_is_a_downgrade(configure, patience, 
             sft.prepare(configure(15, **overrides, strict=True))
 
 
+@pytest.mark.parametrize(("max_seq_len", "fits"), [(64, False), (1024, True)])
+def test_samples_for_which_there_is_no_room_are_a_downgrade(configure, max_seq_len, fits):
+    """An answer of 64 tokens leaves no token for its prompt."""
+    overrides = {"samples__num_prompts": 4, "samples__max_tokens": 64, "max_seq_len": max_seq_len}
+    task = sft.prepare(configure(**overrides))
+    assert len(task.prompts) == (2 if fits else 0)  # the eval rows
+    assert task.downgrades == (() if fits else ("samples:disabled:no_prompt_fits",))
+    if not fits:
+        with pytest.raises(ConfigError, match="samples:disabled:no_prompt_fits"):
+            sft.prepare(configure(**overrides, strict=True))
+
+
 def test_evaluations_before_a_resume_count_for_patience(configure):
     """At 1 and 2, then on at 4 and 6: patience 2 may still stop at 4."""
     config = configure(15, plan__checkpoint_every=1, early_stopping__patience=2)
