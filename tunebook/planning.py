@@ -19,7 +19,7 @@ from tunebook.opening import weights_digest
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, make_plan
 from tunebook.preparation import PreparedRows
 from tunebook.runs import RunDir, newest_checkpoint
-from tunebook.schedule import learning_rate_at, warmup_steps
+from tunebook.schedule import Schedule, learning_rate_at, warmup_steps
 from tunebook.settings import make_schedule
 from tunebook.types import Datum, Workload
 
@@ -141,9 +141,8 @@ def summarize(
     """What `plan.json` holds; `hash` covers everything that decides what is trained on what."""
     schedule = make_schedule(config)
     stride = -(-plan.planned_steps // CURVE_POINTS)
-    peak_at = min(
-        max(warmup_steps(plan.planned_steps, warmup=schedule.warmup), 1), plan.planned_steps
-    )
+    num_warmup = warmup_steps(plan.planned_steps, warmup=schedule.warmup)
+    peak_at = min(max(num_warmup, 1), plan.planned_steps)
     steps = sorted({*range(1, plan.planned_steps, stride), peak_at, plan.planned_steps})
     settings = _without(as_dict(config), NOT_PART_OF_THE_PLAN)
     fingerprints = {
@@ -187,7 +186,7 @@ def summarize(
         "eval_steps": saves_at if eval_data else (),
         "max_seq_len": config.max_seq_len,
         "learning_rate": [learning_rate_at(step, plan.planned_steps, schedule) for step in steps],
-        "warmup_steps": warmup_steps(plan.planned_steps, warmup=schedule.warmup),
+        "warmup_steps": num_warmup,
         "lora": as_dict(config)["lora"],
         "normalization": _normalization(config),
         "rollout": _rollout(config),
@@ -200,10 +199,23 @@ def summarize(
             *rows.warnings,
             *train_data.report.warnings,
             *(f"eval: {each}" for each in (eval_data.report.warnings if eval_data else [])),
+            *_warmup_doubts(schedule, plan),
         ],
         "fingerprints": fingerprints,
         "hash": _hash(content),
     }
+
+
+def _warmup_doubts(schedule: Schedule, plan: Plan) -> list[str]:
+    num_steps = plan.planned_steps
+    if warmup_steps(num_steps, warmup=schedule.warmup) <= num_steps:
+        return []
+    highest = learning_rate_at(num_steps, num_steps, schedule)
+    return [
+        f"schedule.warmup={schedule.warmup:g} is longer than the plan of {num_steps} steps: the "
+        f"learning rate gets to {highest:.3g} and never to "
+        f"optimizer.learning_rate={schedule.peak:g}"
+    ]
 
 
 def check_plan_hash(config: RecipeConfig, summary: dict[str, Any]) -> None:

@@ -323,6 +323,17 @@ def test_another_monitor_decides(configure):
     assert run.record.evaluation.best == pytest.approx(1.6487213)
 
 
+@pytest.mark.parametrize(("warmup", "said"), [(100, True), (6, False), (0.5, False)])
+def test_a_warmup_beyond_the_plan_is_said(configure, warmup, said):
+    """6 steps of a warm-up of 100 get to 6/100 of 2e-4."""
+    summary = sft.prepare(configure(15, schedule__warmup=warmup)).summary
+    found = [each for each in summary["warnings"] if "schedule.warmup" in each]
+    assert len(found) == said
+    if said:
+        assert "plan of 6 steps" in found[0] and "gets to 1.2e-05 " in found[0]
+        assert "optimizer.learning_rate=0.0002" in found[0]
+
+
 def test_the_plan_hash(configure, tmp_path):
     config = configure()
     known = sft.prepare(config).summary["hash"]
