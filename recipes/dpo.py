@@ -44,7 +44,7 @@ from tunebook.preparation import (
 from tunebook.promotion import CheckpointBook, check_can_go_on, planned_stop
 from tunebook.reference import ReferenceLogprobs, read_reference, write_reference
 from tunebook.runs import StopReason
-from tunebook.sampling import SamplePrompt, sample_answers, sample_prompts
+from tunebook.sampling import SamplePrompt, sample_answers, sample_prompts, why_no_samples
 from tunebook.schedule import Schedule, learning_rate_at
 from tunebook.settings import make_schedule, optimizer_params
 from tunebook.split import Side
@@ -143,15 +143,22 @@ def prepare(config: DPOConfig) -> Task:
     assert train_data is not None, "prepare_rows leaves at least one train row"
     eval_data = render_pair_side(rows.eval, tokenizer, config, side=Side.eval)
 
-    downgrades = downgrades_for(
-        config,
-        has_eval=eval_data is not None,
-        of_backend=can.downgrades,
-        loses_samples=config.samples.num_prompts > 0 and not can.has_generator,
-    )
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
+    prompts = sample_prompts(
+        kept_rows(rows, train_data, eval_data),
+        tokenizer,
+        count=config.samples.num_prompts if can.has_generator else 0,
+        max_tokens=config.max_seq_len - config.samples.max_tokens,
+    )
+    downgrades = downgrades_for(
+        config,
+        plan,
+        monitor=monitor if eval_data else None,
+        of_backend=can.downgrades,
+        no_samples=why_no_samples(config.samples, prompts, has_generator=can.has_generator),
+    )
     summary = summarize(
         "dpo",
         config,
@@ -182,12 +189,7 @@ def prepare(config: DPOConfig) -> Task:
         plan=plan,
         schedule=make_schedule(config),
         loss_fn=loss_fn,
-        prompts=sample_prompts(
-            kept_rows(rows, train_data, eval_data),
-            tokenizer,
-            count=config.samples.num_prompts if can.has_generator else 0,
-            max_tokens=config.max_seq_len - config.samples.max_tokens,
-        ),
+        prompts=prompts,
         tracker=tracker,
         downgrades=downgrades,
         summary=summary,

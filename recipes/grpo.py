@@ -25,7 +25,7 @@ from tunebook.backends.base import Backend, LossFn, Session
 from tunebook.backends.base import Generator as Sampler
 from tunebook.columns import check_columns, required_columns
 from tunebook.compose import build, build_function
-from tunebook.config import GRPOConfig, KLEstimator, KLPlacement, OnTruncated
+from tunebook.config import Direction, GRPOConfig, KLEstimator, KLPlacement, OnTruncated
 from tunebook.data.rows import Kind, Row
 from tunebook.environments import Environments, build_environments
 from tunebook.errors import ConfigError
@@ -179,8 +179,10 @@ def prepare(config: GRPOConfig) -> Task:
 
     rows = with_tools(rows_for(config, kind=Kind.prompt), config)
     scorer = scorer_for(config, rows)
-    metrics = ["eval/reward", *(f"eval/reward/{name}" for name in config.reward.functions)]
-    monitor = choose_monitor(config.eval, available=metrics, default="eval/reward")
+    rewards = directions_of(scorer)
+    monitor = choose_monitor(
+        config.eval, available=rewards, default="eval/reward", directions=rewards
+    )
     tokenizer = tokenizer_for(config)
     check_environment(config, tokenizer)
     room = config.max_seq_len - config.rollout.max_new_tokens
@@ -188,10 +190,12 @@ def prepare(config: GRPOConfig) -> Task:
     assert train_data is not None, "prepare_rows leaves at least one train row"
     eval_data = render_prompt_side(rows.eval, tokenizer, config, side=Side.eval, max_tokens=room)
 
-    downgrades = downgrades_for(config, has_eval=eval_data is not None, of_backend=can.downgrades)
     kept = train_data.report.kept_rows
     sources = mix(kept, [rows.train[row].source for row in kept], rows.source_weights)
     plan = plan_for(config, sources)
+    downgrades = downgrades_for(
+        config, plan, monitor=monitor if eval_data else None, of_backend=can.downgrades
+    )
     summary = summarize(
         "grpo",
         config,
@@ -284,6 +288,15 @@ def scorer_for(config: GRPOConfig, rows: PreparedRows) -> Scorer | None:
     scorer = make_scorer(config.reward, {*columns, *GIVEN_COLUMNS})
     check_rows(scorer, ((row.file, row.line, row.columns) for row in every))
     return scorer
+
+
+def directions_of(scorer: Scorer | None) -> dict[str, Direction]:
+    """Which way each metric of rewards improves: down if its weight takes from the sum, else up."""
+    parts = scorer.rewards if scorer else ()
+    return {"eval/reward": Direction.up} | {
+        f"eval/reward/{part.name}": Direction.down if part.weight < 0 else Direction.up
+        for part in parts
+    }
 
 
 def doubts(config: GRPOConfig) -> list[str]:

@@ -70,6 +70,32 @@ def test_direction_is_inferred_or_must_be_stated():
         choose_monitor(config(monitor="eval/accurcy"), available=available, default="eval/loss")
 
 
+@pytest.mark.parametrize(
+    ("metric", "direction"),
+    [
+        ("eval/sft_loss", "down"),
+        ("eval/KL", "down"),
+        ("eval/chosen_reward", "up"),
+        ("eval/checklist_score", "up"),  # chec-kl-ist
+        ("eval/lossless", None),
+        ("eval/no_errors", None),
+        ("eval/reward_loss", None),  # says both
+        ("eval/num_tokens", None),
+    ],
+)
+def test_direction_goes_by_whole_words(metric, direction):
+    values = {"available": (metric,), "default": metric}
+    if direction is None:
+        with pytest.raises(ConfigError, match=r"eval\.direction"):
+            choose_monitor(config(), **values)
+    else:
+        assert choose_monitor(config(), **values).direction == direction
+    known = {metric: Direction.up}
+    assert choose_monitor(config(), **values, directions=known).direction == "up"
+    stated = config(direction=Direction.down)
+    assert choose_monitor(stated, **values, directions=known).direction == "down"
+
+
 def weighted_nll(logprobs, *, token_weights, scale):
     """A loss with a divisor in `token_weights` and one number a row."""
     rows = -(token_weights * logprobs).sum(dim=1)

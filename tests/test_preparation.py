@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tunebook.compose import compose
+from tunebook.data.ledger import dataset_key, write_ledger
 from tunebook.data.rows import Kind
 from tunebook.data.snapshot import write_snapshot
 from tunebook.errors import ConfigError
@@ -120,6 +121,15 @@ def test_too_few_rows_for_an_eval_split_are_said_and_not_remembered(tmp_path):
     assert "keep the side" not in grown.split["rule"]
 
 
+@pytest.mark.parametrize("min_rows", [0, 1, 8])
+def test_a_share_below_one_row_is_said(tmp_path, min_rows):
+    """No eval.min_rows makes a row of 0.05 of 10 rows."""
+    path = rows_file(tmp_path / "rows.jsonl", 10)
+    [warning] = prepared(data__path=path, eval__min_rows=min_rows).warnings
+    assert "0.05 of 10 rows is less than one row" in warning
+    assert "Raise eval.fraction" in warning and "min_rows" not in warning
+
+
 def test_a_look_at_the_first_rows_decides_nothing(tmp_path):
     """A limited source is another dataset than the whole of it."""
     path = rows_file(tmp_path / "rows.jsonl", 100)
@@ -162,6 +172,103 @@ def test_the_same_text_with_another_weight_stays_on_one_side(tmp_path, fraction)
     assert len(rows.eval) == 20 * fraction
     lines = [row.line for row in rows.eval]
     assert all(lines.count(line) == 2 for line in lines)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+SPELLINGS = [
+    (
+        Kind.conversation,
+        lambda n: {"prompt": f"Say {n}.", "completion": f"{n}"},
+        lambda n: {"messages": user(f"Say {n}.") + assistant(f"{n}")},
+    ),
+    (
+        Kind.conversation,
+        lambda n: {"prompt": f"Say {n}.", "completion": [{**assistant(f"{n}")[0], "weight": 1}]},
+        lambda n: {"messages": user(f"Say {n}.") + assistant(f"{n}")},
+    ),
+    (
+        Kind.preference,
+        lambda n: {"prompt": f"Say {n}.", "chosen": f"{n}", "rejected": "no"},
+        lambda n: {
+            "prompt": user(f"Say {n}."), "chosen": assistant(f"{n}"), "rejected": assistant("no")
+        },
+    ),
+    (
+        Kind.prompt,
+        lambda n: {"prompt": f"Say {n}.", "answer": n},
+        lambda n: {"messages": user(f"Say {n}."), "answer": n},
+    ),
+]  # fmt: skip
+
+
+def spelled(tmp_path, kind, *spellings, count=20, **overrides):
+    """A config over `count` rows in each spelling, a file a spelling."""
+    sources = []
+    for number, spelling in enumerate(spellings):
+        path = tmp_path / f"spelling{number}.jsonl"
+        path.write_text("".join(json.dumps(spelling(n)) + "\n" for n in range(count)))
+        sources.append({"path": str(path)})
+    recipe = {Kind.conversation: "sft", Kind.preference: "dpo", Kind.prompt: "grpo"}[kind]
+    values = {"data": "mixture", "data.sources": sources, "eval.fraction": 0.2, "eval.min_rows": 1}
+    return compose(recipe, values | overrides)
+
+
+@pytest.mark.parametrize(("kind", "one", "other"), SPELLINGS)
+def test_two_spellings_of_a_row_share_a_side(tmp_path, kind, one, other):
+    """Kind of case 37: prompt and completion, or the same turns as messages."""
+    rows = prepare_rows(spelled(tmp_path, kind, one, other), kind=kind)
+    assert len(rows.eval) == 8
+    lines = [row.line for row in rows.eval]
+    assert all(lines.count(line) == 2 for line in lines)
+    assert rows.split["exact_duplicates_across"] == 0
+
+
+@pytest.mark.parametrize(("kind", "one", "other"), SPELLINGS)
+def test_a_duplicate_in_another_spelling_is_exact(tmp_path, kind, one, other):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text(json.dumps(other(3)) + "\n")
+    config = spelled(tmp_path, kind, one, **{"data.eval.path": str(path)})
+    rows = prepare_rows(config, kind=kind)
+    assert rows.split["exact_duplicates_across"] == 1
+
+
+@pytest.mark.parametrize(("kind", "one", "other"), SPELLINGS)
+def test_a_file_rewritten_in_another_spelling_sits_the_same_exam(tmp_path, kind, one, other):
+    config = spelled(tmp_path, kind, one)
+    rows = prepare_rows(config, kind=kind)
+    remember_split(rows, config)
+    again = prepare_rows(spelled(tmp_path, kind, other), kind=kind)
+    assert [row.line for row in again.eval] == [row.line for row in rows.eval]
+    assert "20 rows keep the side" in again.split["rule"]
+
+
+def test_prompts_with_other_columns_are_other_rows(tmp_path):
+    config = spelled(tmp_path, Kind.prompt, lambda n: {"prompt": "Play.", "board": n})
+    assert len(prepare_rows(config, kind=Kind.prompt).eval) == 4
+
+
+def test_rows_that_a_ledger_knows_by_their_spelling_do_not_move(tmp_path):
+    """A ledger that put two spellings of a row on both sides is kept, and the duplicates said."""
+    kind, one, other = SPELLINGS[0]
+    config = spelled(tmp_path, kind, one, other)
+    rows = prepare_rows(config, kind=kind)
+    every = sorted([*rows.train, *rows.eval], key=lambda row: (row.source, row.line))
+    sides = ["eval" if row.line <= 4 and row.source == 0 else "train" for row in every]
+    names = [f"content:{row.content_hash}" for row in every]
+    key = dataset_key(config.data, fraction=0.2, min_rows=1, max_rows=512)
+    write_ledger(key, dict(zip(names, sides, strict=True)))
+    again = prepare_rows(config, kind=kind)
+    assert [(row.source, row.line) for row in again.eval] == [(0, line) for line in (1, 2, 3, 4)]
+    assert again.split["exact_duplicates_across"] == 4
+    remember_split(again, config)
+    assert list(prepare_rows(config, kind=kind).eval) == list(again.eval)
 
 
 def test_a_secret_in_the_system_prompt_is_refused(monkeypatch):

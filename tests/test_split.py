@@ -10,7 +10,7 @@ DEFAULTS = {"fraction": 0.05, "min_rows": 8, "max_rows": 512}
 def identities(names, contents=None):
     contents = contents or names
     return [
-        RowIdentity(key=f"id:{name}", content=f"content:{content}")
+        RowIdentity(f"id:{name}", f"content:{content}", f"content:{content}")
         for name, content in zip(names, contents, strict=True)
     ]
 
@@ -75,10 +75,19 @@ def test_identical_rows_share_a_side(num_eval):
 
 
 @pytest.mark.parametrize("num_eval", [2, 4, 6, 8, 10])
+def test_what_says_the_same_shares_a_side(num_eval):
+    """Case 37 where every text is written down in two ways."""
+    rows = [RowIdentity(*[f"content:{n}"] * 2, f"content:{n // 2}") for n in range(20)]
+    split = split_rows(rows, num_eval=num_eval, remembered={})
+    assert {index ^ 1 for index in split.eval} == set(split.eval)
+    assert len(split.eval) == num_eval
+
+
+@pytest.mark.parametrize("num_eval", [2, 4, 6, 8, 10])
 def test_groups_and_identical_rows_share_a_side(num_eval):
     """Case 37 with `group_column=doc`: d02 and d09 are linked by the shared text."""
     rows = [
-        RowIdentity(key=f"group:d{n // 2:02d}", content="three" if n in (2, 16) else f"content:{n}")
+        RowIdentity(f"group:d{n // 2:02d}", *["three" if n in (2, 16) else f"content:{n}"] * 2)
         for n in range(20)
     ]
     split = split_rows(rows, num_eval=num_eval, remembered={})
@@ -126,10 +135,10 @@ def test_an_edited_row_with_an_id_keeps_its_side():
 
 
 def test_a_row_that_links_both_sides_moves_neither():
-    rows = [RowIdentity(f"group:g{n}", f"content:{n}") for n in range(20)]
+    rows = [RowIdentity(f"group:g{n}", *[f"content:{n}"] * 2) for n in range(20)]
     first = split_rows(rows, num_eval=5, remembered={})
     held, trained = first.eval[0], first.train[0]
-    link = RowIdentity(rows[held].key, rows[trained].content)
+    link = RowIdentity(rows[held].key, rows[trained].content, rows[trained].text)
     second = split_rows([*rows, link], num_eval=5, remembered=first.assignments)
     assert held in second.eval
     assert trained in second.train

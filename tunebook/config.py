@@ -306,7 +306,7 @@ class ScheduleConfig:
     warmup: float = MISSING
     """Steps if >= 1, a fraction of the planned steps if below 1; the peak is reached at its end."""
     final_fraction: float = MISSING
-    """Floor: the last learning rate as a fraction of the peak."""
+    """Floor as a fraction of the peak: the decay would reach it one step after the last."""
     decay: float = MISSING
     """wsd only: fraction of the planned steps spent decaying."""
 

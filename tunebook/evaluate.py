@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from tunebook.columns import required_columns
+from tunebook.config import Direction, EvalConfig
 from tunebook.errors import ConfigError
 from tunebook.types import Datum, Metrics
 
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tunebook.backends.base import LossFn, Session
-    from tunebook.config import EvalConfig
 
 T = TypeVar("T")
 NLL_METRICS = ("eval/loss", "eval/perplexity")
 """Metrics of `evaluate_nll` that a monitor can name."""
-IMPROVES_DOWN = ("loss", "nll", "perplexity", "kl", "error")
-IMPROVES_UP = ("accuracy", "reward", "margin", "score")
+IMPROVES_DOWN = {"loss", "nll", "perplexity", "kl", "error"}
+IMPROVES_UP = {"accuracy", "reward", "margin", "score"}
+"""Words of a metric's name that tell which way it improves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,21 @@ class Monitor:
         return "down" if self.lower_is_better else "up"
 
 
-def choose_monitor(config: EvalConfig, *, available: Collection[str], default: str) -> Monitor:
+def choose_monitor(
+    config: EvalConfig,
+    *,
+    available: Collection[str],
+    default: str,
+    directions: Mapping[str, Direction] | None = None,
+) -> Monitor:
     """The monitor that the config names, or the recipe's own.
+
+    Args:
+        config: the `eval` section.
+        available: metrics of the recipe.
+        default: the recipe's own monitor.
+        directions: of metrics whose names are a person's and tell nothing; any other is inferred
+            from the whole words of its name.
 
     Raises:
         ConfigError: no such metric, or one whose direction must be stated.
@@ -51,18 +66,21 @@ def choose_monitor(config: EvalConfig, *, available: Collection[str], default: s
         raise ConfigError(
             f"eval.monitor={metric}: there is no such metric. Available: {', '.join(available)}"
         )
-    if config.direction is not None:
-        return Monitor(metric, lower_is_better=config.direction.value == "down")
-    words = metric.lower()
-    inferred = "rejected" not in words  # a reward that should fall
-    if inferred and any(word in words for word in IMPROVES_DOWN):
-        return Monitor(metric, lower_is_better=True)
-    if inferred and any(word in words for word in IMPROVES_UP):
-        return Monitor(metric, lower_is_better=False)
-    raise ConfigError(
-        f"eval.monitor={metric}: its name does not tell which way it improves; set "
-        "eval.direction=down or eval.direction=up"
-    )
+    direction = config.direction or (directions or {}).get(metric) or _direction_of(metric)
+    if direction is None:
+        raise ConfigError(
+            f"eval.monitor={metric}: its name does not tell which way it improves; set "
+            "eval.direction=down or eval.direction=up"
+        )
+    return Monitor(metric, lower_is_better=direction is Direction.down)
+
+
+def _direction_of(metric: str) -> Direction | None:
+    words = set(re.findall(r"[a-z]+", metric.lower()))
+    down, up = not words.isdisjoint(IMPROVES_DOWN), not words.isdisjoint(IMPROVES_UP)
+    if down == up or "rejected" in words:  # the reward of what is rejected should fall
+        return None
+    return Direction.down if down else Direction.up
 
 
 def evaluate_nll(session: Session, data: Iterable[Datum], *, rows_per_call: int) -> Metrics:

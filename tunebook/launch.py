@@ -248,13 +248,16 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
 
     Raises:
         AdmissionError: it would exceed one of its limits, or not fit onto the disk.
-        RunError: another process is training the run.
+        RunError: another process is training the run, or another run has fixed the split otherwise
+            since this one was prepared.
     """
     check_limits(task.config, task.summary)
-    remember_split(task.rows, task.config)
     if task.config.resume is None:
+        remember_split(task.rows, task.config)
         return plan_run(recipe, task, preparing_s)
     run = RunDir.open(task.config.resume)
+    has_trained = newest_checkpoint(run.checkpoints()) is not None
+    remember_split(task.rows, task.config, has_trained=has_trained)
     with only_writer(run):
         queued_s = leased_seconds(run.record)
         if queued_s is not None:

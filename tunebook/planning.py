@@ -19,7 +19,7 @@ from tunebook.opening import weights_digest
 from tunebook.plan import MixedRows, Plan, checkpoint_steps, make_plan
 from tunebook.preparation import PreparedRows
 from tunebook.runs import RunDir, newest_checkpoint
-from tunebook.schedule import learning_rate_at, warmup_steps
+from tunebook.schedule import Schedule, learning_rate_at, warmup_steps
 from tunebook.settings import make_schedule
 from tunebook.types import Datum, Workload
 
@@ -77,36 +77,54 @@ def plan_for(config: RecipeConfig, sources: tuple[MixedRows, ...]) -> Plan:
 
 def downgrades_for(
     config: RecipeConfig,
+    plan: Plan,
     *,
-    has_eval: bool,
+    monitor: Monitor | None,
     of_backend: Sequence[str],
-    loses_samples: bool = False,
+    no_samples: str | None = None,
 ) -> tuple[str, ...]:
     """Settings that this run cannot honour, as `setting:action:cause`.
 
     Args:
         config: of the run.
-        has_eval: there are rows to evaluate.
+        plan: its steps.
+        monitor: what it evaluates; None = there are no rows to evaluate.
         of_backend: those that the backend brings.
-        loses_samples: answers are asked for, of a backend that cannot sample.
+        no_samples: why no answers are sampled though some are asked for; None = they are.
 
     Raises:
         ConfigError: there are some and `strict` is set.
     """
     found = list(of_backend)
-    if not has_eval:
-        if config.early_stopping.patience is not None:
+    patience = config.early_stopping.patience
+    if monitor is None:
+        if patience is not None:
             found.append("early_stopping:disabled:no_eval_set")
         if config.eval.monitor is not None:
             found.append("eval.monitor:ignored:no_eval_set")
-    if loses_samples:
-        found.append("samples:disabled:no_generator")
+    # One evaluation sets the mark, `patience` more stop the run, and the last comes at its end.
+    elif patience is not None and len(_evaluated_steps(config, plan, monitor)) < patience + 2:
+        found.append("early_stopping:ineffective:too_few_evaluations")
+    if no_samples is not None:
+        found.append(f"samples:disabled:{no_samples}")
     if found and config.strict:
         raise ConfigError(
             f"strict=true and the run would be downgraded: {', '.join(found)}. Change these "
             "settings, or the eval split, or accept the downgrade with strict=false"
         )
     return tuple(found)
+
+
+def _evaluated_steps(config: RecipeConfig, plan: Plan, monitor: Monitor) -> set[int]:
+    """The steps after which a run has evaluated or will, those before a resume included."""
+    planned = checkpoint_steps(plan.planned_steps, checkpoint_every=config.plan.checkpoint_every)
+    if config.resume is None:
+        return set(planned)
+    run = RunDir.open(config.resume)
+    newest = newest_checkpoint(run.checkpoints())
+    done = newest.step if newest else 0
+    made = {step for step, _ in run.history(monitor.metric) if step <= done}
+    return made | {step for step in planned if step > done}
 
 
 def summarize(
@@ -123,9 +141,8 @@ def summarize(
     """What `plan.json` holds; `hash` covers everything that decides what is trained on what."""
     schedule = make_schedule(config)
     stride = -(-plan.planned_steps // CURVE_POINTS)
-    peak_at = min(
-        max(warmup_steps(plan.planned_steps, warmup=schedule.warmup), 1), plan.planned_steps
-    )
+    num_warmup = warmup_steps(plan.planned_steps, warmup=schedule.warmup)
+    peak_at = min(max(num_warmup, 1), plan.planned_steps)
     steps = sorted({*range(1, plan.planned_steps, stride), peak_at, plan.planned_steps})
     settings = _without(as_dict(config), NOT_PART_OF_THE_PLAN)
     fingerprints = {
@@ -169,7 +186,7 @@ def summarize(
         "eval_steps": saves_at if eval_data else (),
         "max_seq_len": config.max_seq_len,
         "learning_rate": [learning_rate_at(step, plan.planned_steps, schedule) for step in steps],
-        "warmup_steps": warmup_steps(plan.planned_steps, warmup=schedule.warmup),
+        "warmup_steps": num_warmup,
         "lora": as_dict(config)["lora"],
         "normalization": _normalization(config),
         "rollout": _rollout(config),
@@ -182,10 +199,23 @@ def summarize(
             *rows.warnings,
             *train_data.report.warnings,
             *(f"eval: {each}" for each in (eval_data.report.warnings if eval_data else [])),
+            *_warmup_doubts(schedule, plan),
         ],
         "fingerprints": fingerprints,
         "hash": _hash(content),
     }
+
+
+def _warmup_doubts(schedule: Schedule, plan: Plan) -> list[str]:
+    num_steps = plan.planned_steps
+    if warmup_steps(num_steps, warmup=schedule.warmup) <= num_steps:
+        return []
+    highest = learning_rate_at(num_steps, num_steps, schedule)
+    return [
+        f"schedule.warmup={schedule.warmup:g} is longer than the plan of {num_steps} steps: the "
+        f"learning rate gets to {highest:.3g} and never to "
+        f"optimizer.learning_rate={schedule.peak:g}"
+    ]
 
 
 def check_plan_hash(config: RecipeConfig, summary: dict[str, Any]) -> None:

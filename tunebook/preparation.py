@@ -17,14 +17,14 @@ from tunebook.config import RecipeConfig
 from tunebook.data.duplicates import cross_split_duplicates
 from tunebook.data.ledger import dataset_key, ledger_path, read_ledger, write_ledger
 from tunebook.data.load import load_eval_rows, load_rows
-from tunebook.data.rows import Kind, Row, SourceInfo, content_hash
+from tunebook.data.rows import Kind, Row, SourceInfo, content_hash, without_trained
 from tunebook.data.snapshot import read_snapshot, write_snapshot
 from tunebook.data.sources import source_place
 from tunebook.errors import ConfigError, DataError, RunError
 from tunebook.models import load_tokenizer, tunebook_home
 from tunebook.runs import RunDir
 from tunebook.runs.redaction import contains_secret
-from tunebook.split import RowIdentity, Side, eval_row_count, split_rows
+from tunebook.split import RowIdentity, Side, eval_row_count, remembered_side, split_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -328,25 +328,36 @@ def freeze(
     return fingerprint
 
 
-def remember_split(rows: PreparedRows, config: RecipeConfig) -> None:
+def remember_split(rows: PreparedRows, config: RecipeConfig, *, has_trained: bool = False) -> None:
     """Makes the split of a run that is about to train that of every later run over its dataset.
+
+    Args:
+        rows: of the run.
+        config: of the run.
+        has_trained: it goes on with weights trained on these rows, whatever others hold out.
 
     Raises:
         RunError: another run has fixed it otherwise in the meantime.
     """
-    if not rows.eval or rows.split["rule"] == SEPARATE:
+    if rows.split["rule"] == SEPARATE:
         return
-    assignments: dict[str, Side] = {}
-    for side, side_rows in ((Side.train, rows.train), (Side.eval, rows.eval)):
-        for row in side_rows:
-            identity = _identity(row, config)
-            assignments |= {identity.key: side, identity.content: side}
-    merged = write_ledger(_ledger_key(config), assignments)
-    moved = [row for row in rows.eval if merged[_identity(row, config).key] != Side.eval]
-    if moved:
+    key = _ledger_key(config)
+    train, held_out = ([_identity(row, config) for row in side] for side in (rows.train, rows.eval))
+    train_names, eval_names = (
+        {name for row in side for name in row.names} for side in (train, held_out)
+    )
+    # A name on both sides says nothing: each of its rows has a name of its own.
+    assignments = dict.fromkeys(train_names - eval_names, Side.train)
+    assignments |= dict.fromkeys(eval_names - train_names, Side.eval)
+    # A run that holds nothing out decides nothing for later ones, yet trains on no exam of others.
+    merged = _sides(write_ledger(key, assignments) if held_out else read_ledger(key))
+    trained = sum(remembered_side(row, merged) is Side.train for row in held_out)
+    examined = sum(remembered_side(row, merged) is Side.eval for row in train)
+    if (trained or examined) and not has_trained:
         raise RunError(
-            f"Another run over this dataset has fixed the split meanwhile, with {len(moved)} of "
-            "these eval rows on the training side. Prepare this run again; it will use that split"
+            f"Another run over this dataset has fixed the split meanwhile, with {trained} of these "
+            f"eval rows on the training side and {examined} of these train rows held out. Prepare "
+            "this run again; it will use that split"
         )
 
 
@@ -360,15 +371,19 @@ def _hold_out(rows: Sequence[Row], config: RecipeConfig) -> HeldOut:
     )
     key = _ledger_key(config)
     identities = [_identity(row, config) for row in rows]
-    remembered = {name: Side(side) for name, side in read_ledger(key).items()}
+    remembered = _sides(read_ledger(key))
     split = split_rows(identities, num_eval=num_eval, remembered=remembered)
     return HeldOut(
         train=[rows[index] for index in split.train],
         eval=[rows[index] for index in split.eval],
         wanted=num_eval,
-        remembered=sum(row.key in remembered for row in identities),
+        remembered=sum(remembered_side(row, remembered) is not None for row in identities),
         ledger=ledger_path(key),
     )
+
+
+def _sides(ledger: Mapping[str, str]) -> dict[str, Side]:
+    return {name: Side(side) for name, side in ledger.items()}
 
 
 def _ledger_key(config: RecipeConfig) -> str:
@@ -382,28 +397,28 @@ def _ledger_key(config: RecipeConfig) -> str:
 
 
 def _identity(row: Row, config: RecipeConfig) -> RowIdentity:
-    content = f"content:{_text_hash(row)}"
+    content, text = f"content:{_written_hash(row)}", f"content:{row.text_hash}"
     if row.group is not None:
-        return RowIdentity(f"group:{row.group}", content)
+        return RowIdentity(f"group:{row.group}", content, text)
     if config.data.id_column is not None:
-        return RowIdentity(f"id:{row.id}", content)
-    return RowIdentity(content, content)
+        return RowIdentity(f"id:{row.id}", content, text)
+    return RowIdentity(content, content, text)
 
 
-def _text_hash(row: Row) -> str:
-    """The row's content hash without what is trained of it: the same text gives the answer away."""
+def _written_hash(row: Row) -> str:
+    """The row's content hash without what is trained of it.
+
+    Unlike `text_hash`, it tells apart how the turns were written: existing ledgers know rows by it,
+    and its rank decides who is held out.
+    """
     turns = (row.messages, row.chosen, row.rejected)
     if not any("trained" in turn for side in turns for turn in side):
         return row.content_hash
-    messages, chosen, rejected = (
-        [{key: value for key, value in turn.items() if key != "trained"} for turn in side]
-        for side in turns
-    )
     return content_hash(
         kind=row.kind,
-        messages=messages,
-        chosen=chosen,
-        rejected=rejected,
+        messages=without_trained(row.messages),
+        chosen=without_trained(row.chosen),
+        rejected=without_trained(row.rejected),
         num_prompt=row.num_prompt,
         plain=row.plain,
         tools=row.tools,
@@ -427,14 +442,22 @@ def _split_rule(config: RecipeConfig, held: HeldOut) -> str:
 
 def _why_no_eval(config: RecipeConfig, held: HeldOut) -> str:
     settings = config.eval
-    share = f"{settings.fraction:g} of {len(held.train)} rows"
-    if held.wanted == 0:
+    num_rows = len(held.train)
+    share = f"{settings.fraction:g} of {num_rows} rows"
+    whole_rows = eval_row_count(
+        num_rows, fraction=settings.fraction, min_rows=0, max_rows=settings.max_rows
+    )
+    way_out = "Raise eval.fraction"
+    if whole_rows == 0:
+        reason = f"{share} is less than one row"
+    elif held.wanted == 0:
         reason = f"{share} is less than eval.min_rows={settings.min_rows}"
+        way_out = "Lower eval.min_rows, raise eval.fraction"
     else:
         reason = "rows that belong together are too many for the share that is held out"
     return (
         f"no eval rows: {reason}. Nothing is evaluated, and the last checkpoint becomes the model. "
-        "Lower eval.min_rows, raise eval.fraction, or name eval rows with data.eval.path"
+        f"{way_out}, or name eval rows with data.eval.path"
     )
 
 

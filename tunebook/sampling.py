@@ -50,6 +50,21 @@ def sample_prompts(
     return found
 
 
+def why_no_samples(
+    config: SamplesConfig, prompts: Sequence[SamplePrompt], *, has_generator: bool
+) -> str | None:
+    """The cause for which no answer is sampled though some are asked for; None = it is not so.
+
+    Args:
+        config: the `samples` section.
+        prompts: that were found.
+        has_generator: the backend can sample.
+    """
+    if prompts or config.num_prompts == 0:
+        return None
+    return "no_prompt_fits" if has_generator else "no_generator"
+
+
 def _question(row: Row) -> tuple[list[dict[str, Any]], str]:
     """The messages before the answer that a row has, and that answer; none where there is none."""
     if row.kind is Kind.prompt:

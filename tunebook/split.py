@@ -16,12 +16,19 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowIdentity:
-    """What decides the side of a row. Both names carry their kind, as in `id:r17`."""
+    """What decides the side of a row. All names carry their kind, as in `id:r17`."""
 
     key: str
     """Its group, its id, or its canonical content: rows with one key stay on one side."""
     content: str
-    """Its canonical content: identical rows stay on one side, whatever their keys."""
+    """Its canonical content, by which it is remembered where its key is new."""
+    text: str
+    """What it says, however it is written down: rows that say the same stay on one side."""
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """All of them, the one that decides first."""
+        return self.key, self.content, self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Split:
     train: tuple[int, ...]
     eval: tuple[int, ...]
     assignments: Mapping[str, Side]
-    """Key of a row -> its side, for every row seen now or before."""
+    """Name of a row -> its side, for every row seen now or before."""
 
 
 def eval_row_count(num_rows: int, *, fraction: float, min_rows: int, max_rows: int) -> int:
@@ -54,7 +61,7 @@ def split_rows(
 ) -> Split:
     """The rows divided into train and eval.
 
-    Rows linked by an equal key or equal content form a unit. A remembered row keeps its side, and
+    Rows linked by an equal key or equal text form a unit. A remembered row keeps its side, and
     new rows of its unit join it. The other units are taken in the order of a keyed hash, lowest
     first, into the eval side until it holds `num_eval` rows; a unit that would overshoot is passed
     over.
@@ -69,7 +76,7 @@ def split_rows(
     fresh: list[list[int]] = []
     held_out = 0
     for unit in units:
-        known = {index: _remembered_side(rows[index], remembered) for index in unit}
+        known = {index: remembered_side(rows[index], remembered) for index in unit}
         found = set(known.values()) - {None}
         if not found:
             fresh.append(unit)
@@ -85,8 +92,7 @@ def split_rows(
         held_out += len(unit) if side is Side.eval else 0
     assignments = dict(remembered)
     for index, row in enumerate(rows):
-        assignments[row.key] = sides[index]
-        assignments[row.content] = sides[index]
+        assignments.update(dict.fromkeys(row.names, sides[index]))
     return Split(
         train=tuple(index for index in range(len(rows)) if sides[index] is Side.train),
         eval=tuple(index for index in range(len(rows)) if sides[index] is Side.eval),
@@ -94,13 +100,13 @@ def split_rows(
     )
 
 
-def _remembered_side(row: RowIdentity, remembered: Mapping[str, Side]) -> Side | None:
-    """The side a row was given before: by its key, else by its content."""
-    return remembered.get(row.key) or remembered.get(row.content)
+def remembered_side(row: RowIdentity, remembered: Mapping[str, Side]) -> Side | None:
+    """The side a row was given before: by its key, else by its content, else by its text."""
+    return next((remembered[name] for name in row.names if name in remembered), None)
 
 
 def _linked_units(rows: Sequence[RowIdentity]) -> list[list[int]]:
-    """Row indices grouped so that equal keys and equal contents share a group (union-find)."""
+    """Row indices grouped so that equal keys and equal texts share a group (union-find)."""
     parent = list(range(len(rows)))
 
     def root(index: int) -> int:
@@ -111,7 +117,7 @@ def _linked_units(rows: Sequence[RowIdentity]) -> list[list[int]]:
 
     first_with: dict[tuple[str, str], int] = {}
     for index, row in enumerate(rows):
-        for name in (("key", row.key), ("content", row.content)):
+        for name in (("key", row.key), ("text", row.text)):
             other = first_with.setdefault(name, index)
             parent[root(index)] = root(other)
     units: dict[int, list[int]] = {}

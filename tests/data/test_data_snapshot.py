@@ -1,11 +1,12 @@
 """The frozen data of a run: equal to what was loaded, paged after the source is gone, tamper-proof."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tunebook.data.load import load_rows
-from tunebook.data.rows import Kind
+from tunebook.data.rows import Kind, Row
 from tunebook.data.snapshot import page_snapshot, read_manifest, read_snapshot, write_snapshot
 from tunebook.errors import ConfigError, DataError
 
@@ -171,3 +172,14 @@ def test_a_failed_write_leaves_the_old_snapshot(frozen):
         write_snapshot(directory, train=Failing(), eval=[], manifest={})
     assert read_snapshot(directory).train == rows[:60]
     assert len(list(directory.iterdir())) == 3
+
+
+def test_rows_frozen_without_a_text_hash_are_read(tmp_path, make_data):
+    """Runs that an earlier version prepared can go on."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    [row] = load_rows(make_data(path), kind=Kind.conversation).rows
+    assert row.text_hash != row.content_hash
+    values = row.to_json()
+    del values["text_hash"]
+    assert Row.from_json(values) == replace(row, text_hash=row.content_hash)

@@ -444,6 +444,24 @@ def test_held_out_reward_is_the_monitor_and_picks_the_checkpoint(configure):
 
 
 @pytest.mark.parametrize(
+    ("name", "weight", "direction"),
+    [
+        ("checklist", 1, "up"),
+        ("no_errors", 1, "up"),
+        ("lossless", 0.5, "up"),
+        ("watched", 0, "up"),
+        ("rejected", 1, "up"),
+        ("verbosity", -0.5, "down"),
+    ],
+)
+def test_a_reward_improves_as_its_weight_says_whatever_its_name(configure, name, weight, direction):
+    node = {"_target_": "tunebook.rewards.exact_number", "weight": weight}
+    overrides = {f"reward__functions__{name}": node, "eval__monitor": f"eval/reward/{name}"}
+    task = grpo.prepare(configure(eval__fraction=0.2, eval__min_rows=1, **overrides))
+    assert task.monitor.direction == direction
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"rollout__group_size": 1}, "needs at least 2"),

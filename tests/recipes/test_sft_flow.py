@@ -13,7 +13,8 @@ from recipes import sft
 from tests.fakes import FakeBackend
 from tunebook.compose import compose
 from tunebook.errors import ConfigError, NonFiniteError, RunError
-from tunebook.launch import start_run
+from tunebook.launch import plan_run, start_run
+from tunebook.models import tunebook_home
 from tunebook.runs import RunDir, RunState, StopReason
 
 
@@ -255,6 +256,52 @@ def test_a_downgrade_is_recorded_and_strict_refuses_it(configure):
         sft.prepare(configure(**overrides, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("patience", "every", "effective"),
+    [(1, 2, True), (2, 2, False), (2, 0, False), (4, 1, True), (5, 1, False), (1, 20, False)],
+)
+def test_patience_that_cannot_stop_anything_is_a_downgrade(configure, patience, every, effective):
+    """6 steps, evaluated every 2: at 2, 4 and 6; patience 1 may stop at 4, patience 2 at the end.
+
+    What it may do shows by a loss that only rises.
+    """
+    overrides = {"early_stopping__patience": patience, "plan__checkpoint_every": every}
+    backend = FakeBackend(nll=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    task, run, reports = run_all(configure(15, **overrides), backend)
+    assert (len(reports) < task.plan.planned_steps) is effective
+    token = "early_stopping:ineffective:too_few_evaluations"
+    assert run.record.outcome.downgrades == ([] if effective else [token])
+    if not effective:
+        with pytest.raises(ConfigError, match=token):
+            sft.prepare(configure(15, **overrides, strict=True))
+
+
+@pytest.mark.parametrize(("max_seq_len", "fits"), [(64, False), (1024, True)])
+def test_samples_for_which_there_is_no_room_are_a_downgrade(configure, max_seq_len, fits):
+    """An answer of 64 tokens leaves no token for its prompt."""
+    overrides = {"samples__num_prompts": 4, "samples__max_tokens": 64, "max_seq_len": max_seq_len}
+    task = sft.prepare(configure(**overrides))
+    assert len(task.prompts) == (2 if fits else 0)  # the eval rows
+    assert task.downgrades == (() if fits else ("samples:disabled:no_prompt_fits",))
+    if not fits:
+        with pytest.raises(ConfigError, match="samples:disabled:no_prompt_fits"):
+            sft.prepare(configure(**overrides, strict=True))
+
+
+def test_evaluations_before_a_resume_count_for_patience(configure):
+    """At 1 and 2, then on at 4 and 6: patience 2 may still stop at 4."""
+    config = configure(15, plan__checkpoint_every=1, early_stopping__patience=2)
+    task = sft.prepare(config)
+    run = start_run("sft", task)
+    steps = sft.train(task, FakeBackend(), run)
+    for report in steps:
+        if report.step == 2:
+            steps.close()
+    for every, downgrades in ((2, ()), (0, ("early_stopping:ineffective:too_few_evaluations",))):
+        again = compose("sft", {"resume": str(run.path), "plan.checkpoint_every": every})
+        assert sft.prepare(again).downgrades == downgrades
+
+
 def test_without_an_eval_split_the_last_checkpoint_is_the_result(configure):
     _, run, _ = run_all(configure(eval__fraction=0, plan__checkpoint_every=2), FakeBackend())
     assert (run.model_dir / "exported").read_text() == "step_000005"
@@ -276,6 +323,17 @@ def test_another_monitor_decides(configure):
     assert run.record.evaluation.best == pytest.approx(1.6487213)
 
 
+@pytest.mark.parametrize(("warmup", "said"), [(100, True), (6, False), (0.5, False)])
+def test_a_warmup_beyond_the_plan_is_said(configure, warmup, said):
+    """6 steps of a warm-up of 100 get to 6/100 of 2e-4."""
+    summary = sft.prepare(configure(15, schedule__warmup=warmup)).summary
+    found = [each for each in summary["warnings"] if "schedule.warmup" in each]
+    assert len(found) == said
+    if said:
+        assert "plan of 6 steps" in found[0] and "gets to 1.2e-05 " in found[0]
+        assert "optimizer.learning_rate=0.0002" in found[0]
+
+
 def test_the_plan_hash(configure, tmp_path):
     config = configure()
     known = sft.prepare(config).summary["hash"]
@@ -284,6 +342,43 @@ def test_the_plan_hash(configure, tmp_path):
     assert sft.prepare(configure(seed=1)).summary["hash"] != known
     write_rows(tmp_path / "rows.jsonl", 10, start=1)
     assert sft.prepare(configure()).summary["hash"] != known
+
+
+def rows_of(task):
+    return {
+        side: {row.messages[0]["content"] for row in rows}
+        for side, rows in (("train", task.rows.train), ("eval", task.rows.eval))
+    }
+
+
+@pytest.mark.parametrize("min_rows", [1, 6])
+def test_a_run_prepared_before_another_trained_holds_out_what_that_one_did(
+    configure, tmp_path, min_rows
+):
+    """A dry run over 25 rows, which hold out 5 or (below 6) none; then a run over 40, with 8."""
+    early = sft.prepare(configure(25, eval__min_rows=min_rows))
+    planned = plan_run("sft", early, 0.0)
+    write_rows(tmp_path / "rows.jsonl", 40)
+    grown, _, _ = run_all(configure(eval__min_rows=min_rows), FakeBackend())
+    assert rows_of(early)["train"] & rows_of(grown)["eval"]
+    message = r"has fixed the split meanwhile, with \d of .* and [1-9] of these train rows held out"
+    with pytest.raises(RunError, match=message):
+        start_run("sft", early)
+    with pytest.raises(RunError, match=message):
+        resume(planned, FakeBackend())
+    write_rows(tmp_path / "rows.jsonl", 25)
+    again, _, _ = run_all(configure(eval__min_rows=min_rows), FakeBackend())
+    assert not rows_of(again)["train"] & rows_of(grown)["eval"]
+
+
+def test_a_run_that_has_trained_goes_on_whatever_became_of_the_ledger(configure, tmp_path):
+    run = stopped_after_one_step(configure(25, plan__checkpoint_every=1), FakeBackend())
+    shutil.rmtree(tunebook_home() / "ledgers")
+    write_rows(tmp_path / "rows.jsonl", 40)
+    grown, _, _ = run_all(configure(plan__checkpoint_every=1), FakeBackend())
+    task, run, _ = resume(run, FakeBackend())
+    assert rows_of(task)["train"] & rows_of(grown)["eval"]
+    assert run.record.state is RunState.SUCCEEDED
 
 
 def test_added_rows_move_nobody_across_the_split(configure, tmp_path):

@@ -241,6 +241,7 @@ def make_row(messages: list[dict[str, Any]], **fields: Any) -> Row:
         "id": None,
         "group": None,
         "content_hash": "0" * 32,
+        "text_hash": "0" * 32,
     }
     return Row(**{**values, **fields})
 

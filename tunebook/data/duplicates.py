@@ -20,7 +20,7 @@ class DuplicateReport:
     """Rows of the eval side that the training side holds as well."""
 
     exact: tuple[tuple[Row, Row], ...]
-    """(eval row, the first training row with the same content)."""
+    """(eval row, the first training row that says the same, whatever is trained of either)."""
     normalised: tuple[tuple[Row, Row], ...]
     """(eval row, the first training row with the same normalised text), exact ones left out."""
 
@@ -37,12 +37,12 @@ def cross_split_duplicates(train: Sequence[Row], evaluation: Sequence[Row]) -> D
     by_hash: dict[str, Row] = {}
     by_text: dict[str, Row] = {}
     for row in train:
-        by_hash.setdefault(row.content_hash, row)
+        by_hash.setdefault(row.text_hash, row)
         by_text.setdefault(normalised_key(row), row)
     exact, normalised = [], []
     for row in evaluation:
-        if row.content_hash in by_hash:
-            exact.append((row, by_hash[row.content_hash]))
+        if row.text_hash in by_hash:
+            exact.append((row, by_hash[row.text_hash]))
         elif (key := normalised_key(row)) in by_text:
             normalised.append((row, by_text[key]))
     return DuplicateReport(tuple(exact), tuple(normalised))

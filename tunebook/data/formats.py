@@ -8,7 +8,7 @@ from tunebook.config import Mask, RowFormat
 from tunebook.data.json_values import BadRow, WrongKind, type_name
 from tunebook.data.messages import Message, has_text, normalise_tools, unpacked
 from tunebook.data.preferences import read_pair, read_samples
-from tunebook.data.rows import Kind, Row, content_hash
+from tunebook.data.rows import Kind, Row, content_hash, without_trained
 from tunebook.data.turns import (
     LIST_KEYS,
     Content,
@@ -104,6 +104,7 @@ def _built_row(
 ) -> Row:
     names = {reading.id_column or "id", reading.group_column}
     answers = {key: value for key, value in columns.items() if key not in names}
+    answers = answers if reading.kind is Kind.prompt else {}
     return Row(
         file=file,
         line=line,
@@ -126,7 +127,17 @@ def _built_row(
             num_prompt=content.num_prompt,
             plain=content.plain,
             tools=tools,
-            answer_columns=answers if reading.kind is Kind.prompt else {},
+            answer_columns=answers,
+        ),
+        text_hash=content_hash(
+            kind=reading.kind,
+            messages=without_trained(content.messages),
+            chosen=without_trained(content.chosen),
+            rejected=without_trained(content.rejected),
+            num_prompt=None,
+            plain=False,
+            tools=tools,
+            answer_columns=answers,
         ),
     )
 

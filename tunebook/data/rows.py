@@ -52,6 +52,9 @@ class Row:
     """Value of `data.group_column`."""
     content_hash: str
     """`content_hash` of the row: equal for rows that a model cannot tell apart."""
+    text_hash: str
+    """`content_hash` without what is trained of the row and how its turns were written: equal for
+    rows of which one gives the other away."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as one JSON object."""
@@ -59,7 +62,11 @@ class Row:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Row:
-        """The row that `to_json` gave these values of."""
+        """The row that `to_json` gave these values of.
+
+        Rows that were frozen without a `text_hash` go by their `content_hash`.
+        """
+        values = {"text_hash": values["content_hash"], **values}
         return cls(**{**values, "kind": Kind(values["kind"])})
 
 
@@ -125,6 +132,11 @@ def content_hash(
     ]
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
+
+
+def without_trained(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns without the word on which of them are trained."""
+    return [{key: value for key, value in turn.items() if key != "trained"} for turn in turns]
 
 
 def fingerprint_of(hashes: Iterable[str]) -> str:
