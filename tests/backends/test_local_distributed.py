@@ -5,6 +5,7 @@ differ between one process and two only by the order in which float32 values are
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from tests.backends.tiny import EOS, VOCAB_SIZE, Models, character_tokenizer
 from tests.backends.together import run_scenarios
@@ -33,6 +41,8 @@ AFTER_STEPS = 1e-5
 KINDS = ("lora", "rank_1", "head", "full", "lora@tied", "full@tied", "lora@gpt2", "full@mixtral")
 HALF = ("lora", "full")
 RESUMED = ("lora", "full")
+ESTIMATED = ("lora", "full@phi3")
+"""A model whose rows are a stream, and one whose rows are padded."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -75,6 +85,7 @@ def ones(tmp_path_factory, tiny: Models) -> Path:
     write_others(Path(tiny.untied).parent)
     scenarios = ["few_rows", "sample", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
+    scenarios += [f"estimate:{kind}" for kind in ESTIMATED]
     scenarios += [f"{half}:{kind}" for kind in RESUMED for half in ("first_half", "second_half")]
     run_scenarios(folder, tiny.untied, [begun(scenario, "one") for scenario in scenarios])
     return folder
@@ -87,6 +98,7 @@ def twos(tiny: Models, ones: Path) -> Path:
     scenarios = ["few_rows", "sample", "failures", "train:dropout", "contract:lora"]
     scenarios += ["contract:full", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
+    scenarios += [f"estimate:{kind}" for kind in ESTIMATED]
     scenarios += [f"first_half:{kind}" for kind in (*RESUMED, "dropout")]
     scenarios += [f"second_half:{kind}:{first}" for kind in RESUMED for first in ("one", "two")]
     scenarios += ["second_half:dropout:two", "both_halves:dropout"]
@@ -95,7 +107,7 @@ def twos(tiny: Models, ones: Path) -> Path:
 
 
 def write_others(folder: Path) -> None:
-    """Models with other layers: fused and transposed ones, a router with experts."""
+    """Models with other layers: fused and transposed ones, experts, angles that lengths change."""
     torch.manual_seed(0)
     gpt2 = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=256)
     mixtral = MixtralConfig(
@@ -103,7 +115,17 @@ def write_others(folder: Path) -> None:
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
         max_position_embeddings=256, initializer_range=0.1,
     )  # fmt: skip
-    for config, model in ((gpt2, GPT2LMHeadModel), (mixtral, MixtralForCausalLM)):
+    phi3 = Phi3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1,
+        max_position_embeddings=256, original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        },
+    )  # fmt: skip
+    classes = {GPT2LMHeadModel: gpt2, MixtralForCausalLM: mixtral, Phi3ForCausalLM: phi3}
+    for model, config in classes.items():
         config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, EOS, None
         model(config).save_pretrained(folder / config.model_type)
         character_tokenizer().save_pretrained(folder / config.model_type)
@@ -177,6 +199,19 @@ def test_bfloat16_is_close_to_one_process(ones: Path, twos: Path, kind: str) -> 
     ours, theirs = (found(folder, f"in_bfloat16:{kind}", "half") for folder in (twos, ones))
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=2e-2)
     np.testing.assert_allclose(ours["norm"], theirs["norm"], rtol=5e-2)
+
+
+@pytest.mark.parametrize("kind", ESTIMATED)
+def test_an_estimate_counts_the_tokens_that_one_process_counts(
+    ones: Path, twos: Path, kind: str
+) -> None:
+    """All are measured and leave nothing behind: the session after it trains as a first one."""
+    ours, theirs = (found(folder, f"estimate:{kind}", "estimate") for folder in (twos, ones))
+    assert ours["tokens"] == theirs["tokens"]
+    # Apart from the seconds, the words are the same.
+    said, expected = (re.sub(r"[\d.]+ s\b", "", str(one["basis"])) for one in (ours, theirs))
+    assert said == expected
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
 
 
 def test_rows_that_leave_a_process_without_work(ones: Path, twos: Path) -> None:

@@ -24,7 +24,7 @@ from tunebook.backends.local import LocalBackend
 from tunebook.backends.local.distributed import ShardedBackend, run_together
 from tunebook.display import report_error
 from tunebook.processes import num_processes
-from tunebook.types import CheckpointRef
+from tunebook.types import CheckpointRef, Workload
 
 LENGTHS = (1, 2, 3, 10, 7, 5, 20)
 MICRO_BATCH_TOKENS = 24
@@ -104,6 +104,27 @@ def both_halves(backend: Backend, folder: Path, kind: str) -> None:
     for seed in range(4):
         step(session, make_data(LENGTHS, seed=seed), params_of(kind))
     session.save("whole").result()
+
+
+def estimate(backend: Backend, folder: Path, kind: str) -> None:
+    """Before anything is open, and the session that measured is closed after it."""
+    data = make_data(LENGTHS)
+    lengths = [len(datum.tokens) for datum in data]
+    workload = Workload(
+        lengths=lengths * 2,
+        eval_lengths=lengths,
+        supervised=LENGTHS * 2,
+        batch_size=len(data),
+        planned_steps=10,
+        num_evaluations=1,
+        lora=lora_of(kind),
+        sample=data,
+    )
+    found = backend.estimate(workload)
+    assert found.seconds is not None and found.seconds > 0
+    session = backend.open_session("after", lora_of(kind), directory=folder / "after")
+    loss = step(session, data, params_of(kind))["loss"]
+    remember(folder, "estimate", basis=found.basis, tokens=found.train_tokens, loss=loss)
 
 
 def new_backend(model: str, **settings) -> LocalBackend:

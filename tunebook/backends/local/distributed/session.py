@@ -67,6 +67,11 @@ class ShardedSession:
         self._generator: Callable[[], ShardedGenerator | None] = lambda: None
 
     @property
+    def pads(self) -> bool:
+        """Whether rows of a micro-batch are computed as long as the longest of them."""
+        return not self._model.base.streams
+
+    @property
     def trainable_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._model.sharded.values())
 
