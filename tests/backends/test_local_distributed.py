@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Phi3Config,
@@ -38,9 +39,20 @@ GRADIENT = 1e-6
 """Absolute, float32 gradients of size 1."""
 AFTER_STEPS = 1e-5
 """Absolute, weights after four AdamW steps of up to 1e-2 each."""
-KINDS = ("lora", "rank_1", "head", "full", "lora@tied", "full@tied", "lora@gpt2", "full@mixtral")
+KINDS = (
+    "lora",
+    "rank_1",
+    "head",
+    "full",
+    "lora@tied",
+    "full@tied",
+    "lora@gpt2",
+    "full@mixtral",
+    "lora@phi3",
+)
 HALF = ("lora", "full")
 RESUMED = ("lora", "full")
+SAMPLED = ("sample", "sample_to_the_end@gpt2", "sample_nan@nan")
 ESTIMATED = ("lora", "full@phi3")
 """A model whose rows are a stream, and one whose rows are padded."""
 ROOT = Path(__file__).parents[2]
@@ -83,7 +95,7 @@ def ones(tmp_path_factory, tiny: Models) -> Path:
     """What one process finds."""
     folder = tmp_path_factory.mktemp("launches") / "one"
     write_others(Path(tiny.untied).parent)
-    scenarios = ["few_rows", "sample", *[f"in_bfloat16:{kind}" for kind in HALF]]
+    scenarios = [*SAMPLED, "few_rows", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
     scenarios += [f"estimate:{kind}" for kind in ESTIMATED]
     scenarios += [f"{half}:{kind}" for kind in RESUMED for half in ("first_half", "second_half")]
@@ -95,7 +107,7 @@ def ones(tmp_path_factory, tiny: Models) -> Path:
 def twos(tiny: Models, ones: Path) -> Path:
     """What two processes find."""
     folder = ones.parent / "two"
-    scenarios = ["few_rows", "sample", "failures", "train:dropout", "contract:lora"]
+    scenarios = [*SAMPLED, "few_rows", "failures", "train:dropout", "contract:lora"]
     scenarios += ["contract:full", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
     scenarios += [f"estimate:{kind}" for kind in ESTIMATED]
@@ -107,9 +119,10 @@ def twos(tiny: Models, ones: Path) -> Path:
 
 
 def write_others(folder: Path) -> None:
-    """Models with other layers: fused and transposed ones, experts, angles that lengths change."""
+    """Models with other layers (fused and transposed ones, experts, angles that lengths change),
+    and one with a token that gives NaN."""
     torch.manual_seed(0)
-    gpt2 = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    gpt2 = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     mixtral = MixtralConfig(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
@@ -129,6 +142,10 @@ def write_others(folder: Path) -> None:
         config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, EOS, None
         model(config).save_pretrained(folder / config.model_type)
         character_tokenizer().save_pretrained(folder / config.model_type)
+    damaged = LlamaForCausalLM.from_pretrained(folder / "untied")
+    damaged.get_input_embeddings().weight.data[100] = torch.nan
+    damaged.save_pretrained(folder / "nan")
+    character_tokenizer().save_pretrained(folder / "nan")
 
 
 def begun(scenario: str, launch_name: str) -> str:
@@ -227,6 +244,20 @@ def test_samples_are_those_of_one_process(ones: Path, twos: Path) -> None:
         assert ours[name].tolist() == theirs[name].tolist()
     np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
     np.testing.assert_allclose(ours["later"], theirs["later"], atol=1e-4)
+
+
+def test_full_rows_wait_for_those_of_all_processes(ones: Path, twos: Path) -> None:
+    """GPT-2 has 64 positions: 33 tokens follow a prompt of 31."""
+    ours, theirs = (found(folder, "sample_to_the_end@gpt2", "long") for folder in (twos, ones))
+    assert theirs["lengths"].tolist() == [33, 63, 33, 63]
+    assert ours["tokens"].tolist() == theirs["tokens"].tolist()
+
+
+def test_a_prompt_without_numbers_is_an_error_of_its_own(ones: Path, twos: Path) -> None:
+    for folder in (ones, twos):
+        nan = found(folder, "sample_nan@nan", "nan")
+        assert str(nan["message"]).startswith("after 0 tokens of a completion the logits are NaN")
+        assert len(nan["tokens"]) > 0
 
 
 @pytest.mark.parametrize("kind", RESUMED)
