@@ -54,7 +54,7 @@ class LoraConfig:
     """Share of adapter inputs zeroed while training. Masks are drawn per micro-batch, so on local
     torch they change with `backend.micro_batch_tokens`."""
     target_modules: str | tuple[str, ...]
-    """`all-linear` (every linear layer but the output head) or suffixes of module names."""
+    """`all-linear` (every linear layer of the text decoder) or suffixes of module names."""
     seed: int
     """Seed of the initial A; B starts at 0."""
     rslora: bool

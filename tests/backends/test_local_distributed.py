@@ -5,6 +5,7 @@ differ between one process and two only by the order in which float32 values are
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from tests.backends.tiny import EOS, VOCAB_SIZE, Models, character_tokenizer
 from tests.backends.together import run_scenarios
@@ -30,9 +39,22 @@ GRADIENT = 1e-6
 """Absolute, float32 gradients of size 1."""
 AFTER_STEPS = 1e-5
 """Absolute, weights after four AdamW steps of up to 1e-2 each."""
-KINDS = ("lora", "rank_1", "head", "full", "lora@tied", "full@tied", "lora@gpt2", "full@mixtral")
+KINDS = (
+    "lora",
+    "rank_1",
+    "head",
+    "full",
+    "lora@tied",
+    "full@tied",
+    "lora@gpt2",
+    "full@mixtral",
+    "lora@phi3",
+)
 HALF = ("lora", "full")
 RESUMED = ("lora", "full")
+SAMPLED = ("sample", "sample_to_the_end@gpt2", "sample_nan@nan")
+ESTIMATED = ("lora", "full@phi3")
+"""A model whose rows are a stream, and one whose rows are padded."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,8 +95,9 @@ def ones(tmp_path_factory, tiny: Models) -> Path:
     """What one process finds."""
     folder = tmp_path_factory.mktemp("launches") / "one"
     write_others(Path(tiny.untied).parent)
-    scenarios = ["few_rows", "sample", *[f"in_bfloat16:{kind}" for kind in HALF]]
+    scenarios = [*SAMPLED, "few_rows", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
+    scenarios += [f"estimate:{kind}" for kind in ESTIMATED]
     scenarios += [f"{half}:{kind}" for kind in RESUMED for half in ("first_half", "second_half")]
     run_scenarios(folder, tiny.untied, [begun(scenario, "one") for scenario in scenarios])
     return folder
@@ -84,9 +107,10 @@ def ones(tmp_path_factory, tiny: Models) -> Path:
 def twos(tiny: Models, ones: Path) -> Path:
     """What two processes find."""
     folder = ones.parent / "two"
-    scenarios = ["few_rows", "sample", "failures", "train:dropout", "contract:lora"]
+    scenarios = [*SAMPLED, "few_rows", "failures", "train:dropout", "contract:lora"]
     scenarios += ["contract:full", *[f"in_bfloat16:{kind}" for kind in HALF]]
     scenarios += [f"train:{kind}" for kind in KINDS]
+    scenarios += [f"estimate:{kind}" for kind in ESTIMATED]
     scenarios += [f"first_half:{kind}" for kind in (*RESUMED, "dropout")]
     scenarios += [f"second_half:{kind}:{first}" for kind in RESUMED for first in ("one", "two")]
     scenarios += ["second_half:dropout:two", "both_halves:dropout"]
@@ -95,18 +119,33 @@ def twos(tiny: Models, ones: Path) -> Path:
 
 
 def write_others(folder: Path) -> None:
-    """Models with other layers: fused and transposed ones, a router with experts."""
+    """Models with other layers (fused and transposed ones, experts, angles that lengths change),
+    and one with a token that gives NaN."""
     torch.manual_seed(0)
-    gpt2 = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    gpt2 = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     mixtral = MixtralConfig(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
         max_position_embeddings=256, initializer_range=0.1,
     )  # fmt: skip
-    for config, model in ((gpt2, GPT2LMHeadModel), (mixtral, MixtralForCausalLM)):
+    phi3 = Phi3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1,
+        max_position_embeddings=256, original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        },
+    )  # fmt: skip
+    classes = {GPT2LMHeadModel: gpt2, MixtralForCausalLM: mixtral, Phi3ForCausalLM: phi3}
+    for model, config in classes.items():
         config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, EOS, None
         model(config).save_pretrained(folder / config.model_type)
         character_tokenizer().save_pretrained(folder / config.model_type)
+    damaged = LlamaForCausalLM.from_pretrained(folder / "untied")
+    damaged.get_input_embeddings().weight.data[100] = torch.nan
+    damaged.save_pretrained(folder / "nan")
+    character_tokenizer().save_pretrained(folder / "nan")
 
 
 def begun(scenario: str, launch_name: str) -> str:
@@ -179,6 +218,19 @@ def test_bfloat16_is_close_to_one_process(ones: Path, twos: Path, kind: str) -> 
     np.testing.assert_allclose(ours["norm"], theirs["norm"], rtol=5e-2)
 
 
+@pytest.mark.parametrize("kind", ESTIMATED)
+def test_an_estimate_counts_the_tokens_that_one_process_counts(
+    ones: Path, twos: Path, kind: str
+) -> None:
+    """All are measured and leave nothing behind: the session after it trains as a first one."""
+    ours, theirs = (found(folder, f"estimate:{kind}", "estimate") for folder in (twos, ones))
+    assert ours["tokens"] == theirs["tokens"]
+    # Apart from the seconds, the words are the same.
+    said, expected = (re.sub(r"[\d.]+ s\b", "", str(one["basis"])) for one in (ours, theirs))
+    assert said == expected
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
+
+
 def test_rows_that_leave_a_process_without_work(ones: Path, twos: Path) -> None:
     ours, theirs = found(twos, "few_rows", "few"), found(ones, "few_rows", "few")
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
@@ -192,6 +244,20 @@ def test_samples_are_those_of_one_process(ones: Path, twos: Path) -> None:
         assert ours[name].tolist() == theirs[name].tolist()
     np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
     np.testing.assert_allclose(ours["later"], theirs["later"], atol=1e-4)
+
+
+def test_full_rows_wait_for_those_of_all_processes(ones: Path, twos: Path) -> None:
+    """GPT-2 has 64 positions: 33 tokens follow a prompt of 31."""
+    ours, theirs = (found(folder, "sample_to_the_end@gpt2", "long") for folder in (twos, ones))
+    assert theirs["lengths"].tolist() == [33, 63, 33, 63]
+    assert ours["tokens"].tolist() == theirs["tokens"].tolist()
+
+
+def test_a_prompt_without_numbers_is_an_error_of_its_own(ones: Path, twos: Path) -> None:
+    for folder in (ones, twos):
+        nan = found(folder, "sample_nan@nan", "nan")
+        assert str(nan["message"]).startswith("after 0 tokens of a completion the logits are NaN")
+        assert len(nan["tokens"]) > 0
 
 
 @pytest.mark.parametrize("kind", RESUMED)

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BioGptConfig,
+    BioGptForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from loss_fns.cross_entropy import cross_entropy
 from tests.backends.test_local_training import gradients_of, parameters_of
@@ -17,7 +23,7 @@ from tests.backends.tiny import (
     make_sampling,
 )
 from tunebook.backends.local.completions import LARGEST_DRAW, draw, ends, sampling_logprobs
-from tunebook.errors import BackendError, ConfigError, StaleGenerator
+from tunebook.errors import BackendError, ConfigError, NonFiniteError, StaleGenerator
 from tunebook.types import Datum, StopReason
 
 PROMPTS = [[10, 11, 12, 13, 14], [50], [70, 60], [33, 44, 55]]
@@ -72,6 +78,57 @@ def test_positions_start_at_0_for_every_prompt_of_a_batch(open_backend, tmp_path
         alone = sample(session, prompts=[prompt], temperature=0.0)[0][0]
         assert completions[0].tokens.tolist() == alone.tokens.tolist()
         np.testing.assert_allclose(completions[0].logprobs, alone.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    # GPT-2 takes positions, BioGPT counts them in the mask.
+    [
+        (GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32), GPT2LMHeadModel),
+        (
+            BioGptConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                max_position_embeddings=32,
+            ),
+            BioGptForCausalLM,
+        ),
+    ],
+    ids=["gpt2", "biogpt"],
+)  # fmt: skip
+def test_a_row_that_is_full_waits_for_the_others(open_backend, tmp_path, config, model) -> None:
+    """31 tokens follow a prompt of 1 where 8 follow one of 24; there are 32 positions."""
+    torch.manual_seed(0)
+    config.vocab_size, config.initializer_range = VOCAB_SIZE, 0.3
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, EOS, 0
+    model(config).save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    session = open_backend(model=str(tmp_path / "model")).open_session(
+        "a", make_lora(), directory=tmp_path
+    )
+    prompts = [[50], list(range(95, 119))]
+    together = sample(session, prompts=prompts, temperature=0.0, max_tokens=64)
+    assert [len(completions[0].tokens) for completions in together] == [31, 8]
+    for prompt, completions in zip(prompts, together, strict=True):
+        alone = sample(session, prompts=[prompt], temperature=0.0, max_tokens=64)[0][0]
+        assert completions[0].tokens.tolist() == alone.tokens.tolist()
+        np.testing.assert_allclose(completions[0].logprobs, alone.logprobs, atol=1e-4)
+
+
+def test_a_prompt_without_numbers_is_named_and_the_others_go_on(
+    open_backend, tiny, tmp_path
+) -> None:
+    """A token whose embedding is NaN, beside a prompt that is sampled to its end."""
+    model = AutoModelForCausalLM.from_pretrained(tiny.untied)
+    model.get_input_embeddings().weight.data[100] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    for fast in (False, True):
+        session = open_backend(model=str(tmp_path / "model"), fast=fast).open_session(
+            "a", make_lora(), directory=tmp_path
+        )
+        with pytest.raises(NonFiniteError, match="after 0 tokens of a completion the logits"):
+            sample(session, prompts=[[50], [100]])
+        assert len(sample(session, prompts=[[50]], max_tokens=3)[0][0].tokens) == 3
 
 
 def test_greedy_ends_at_any_end_token(open_backend, tiny, tmp_path) -> None:

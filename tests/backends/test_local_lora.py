@@ -8,15 +8,30 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from peft.utils import set_peft_model_state_dict
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from loss_fns.cross_entropy import cross_entropy
-from tests.backends.tiny import VOCAB_SIZE, make_adam, make_data, make_lora
+from tests.backends.tiny import (
+    EOS,
+    VOCAB_SIZE,
+    character_tokenizer,
+    make_adam,
+    make_data,
+    make_lora,
+)
 from tunebook.backends.local.base_model import load_base_model
 from tunebook.backends.local.lora import LoraLayer, adapter_targets, initial_lora_a
 from tunebook.backends.local.weights import AdapterWeights
 from tunebook.errors import ConfigError
-from tunebook.types import LoraConfig
+from tunebook.types import CheckpointRef, LoraConfig
 
 LLAMA_LEAVES = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
 
@@ -154,9 +169,93 @@ def test_a_suffix_ends_at_a_dot(tiny) -> None:
 @pytest.mark.parametrize("targets", [(), "all-linear"])
 def test_nothing_to_train_is_an_error(targets) -> None:
     """Case 86: 0 trainable parameters."""
-    model = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=0))
     with pytest.raises(ConfigError, match="nothing would be trained"):
-        adapter_targets(model, model["head"], targets)
+        adapter_targets(model, model.lm_head, targets)
+
+
+@pytest.fixture(scope="module")
+def with_images(tmp_path_factory) -> str:
+    """A random Gemma 3 of images and text, whose two encoders name their layers alike."""
+    folder = tmp_path_factory.mktemp("models") / "images"
+    torch.manual_seed(0)
+    config = Gemma3Config(
+        text_config={
+            "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.1,
+            "query_pre_attn_scalar": 8, "bos_token_id": 1, "eos_token_id": EOS,
+        },
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        mm_tokens_per_image=1, boi_token_index=125, eoi_token_index=126, image_token_index=127,
+        bos_token_id=1, eos_token_id=EOS,
+    )  # fmt: skip
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    # Rank 4 times inputs and outputs. A layer: q and o 32 + 32, k and v 32 + 16, MLP 3 (32 + 48).
+    [
+        ("all-linear", 2 * 4 * (2 * 64 + 2 * 48 + 3 * 80)),
+        (("q_proj", "v_proj"), 2 * 4 * (64 + 48)),
+        (("k_proj", "lm_head"), 2 * 4 * 48 + 4 * (32 + VOCAB_SIZE)),
+    ],
+)
+def test_an_adapter_is_on_the_text_decoder_of_a_model_of_images(
+    open_backend, with_images: str, tmp_path, targets, count: int
+) -> None:
+    """Counted so before anything is loaded; it learns, and is exported and restored."""
+    lora = make_lora(target_modules=targets)
+    backend = open_backend(model=with_images)
+    assert backend.check(lora, None) == count
+    session = backend.open_session("a", lora, directory=tmp_path)
+    assert session.trainable_parameters == count
+    losses = []
+    for _ in range(3):
+        losses.append(session.forward_backward(make_data(), cross_entropy).result()["loss"])
+        session.optim_step(make_adam(learning_rate=1e-3)).result()
+    assert losses[2] < losses[1] < losses[0]
+    folder = session.export(session.save("s").result(), tmp_path / "out")
+    named = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    peft_model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(with_images),
+        PeftConfig(r=4, lora_alpha=8, target_modules=named),
+    )
+    trainable = sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
+    assert trainable == count
+    expected = session.forward(make_data()).result()
+    session.close()
+    backend.check(lora, CheckpointRef("out", str(folder), False))
+    restored = backend.open_session(
+        "b", lora, directory=tmp_path, restore=CheckpointRef("s", str(tmp_path / "s"), True)
+    )
+    for ours, theirs in zip(restored.forward(make_data()).result(), expected, strict=True):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+def test_layers_of_an_encoder_of_images_are_none_that_can_be_named(
+    open_backend, with_images: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"called fc1; this model has {LLAMA_LEAVES}"):
+        open_backend(model=with_images).check(make_lora(target_modules=("fc1",)), None)
+
+
+def test_all_weights_of_a_model_of_images_are_trained(
+    open_backend, with_images: str, tmp_path
+) -> None:
+    """Those of its encoder have no gradient from text, and stay as they are."""
+    session = open_backend(model=with_images).open_session("a", None, directory=tmp_path)
+    before = {name: value.detach().clone() for name, value in session._weights.parameters.items()}
+    session.forward_backward(make_data(), cross_entropy)
+    session.optim_step(make_adam(weight_decay=0.1)).result()
+    for name, value in session._weights.parameters.items():
+        assert torch.equal(value, before[name]) == ("language_model" not in name), name
 
 
 @pytest.mark.parametrize(

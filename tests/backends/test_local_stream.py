@@ -6,14 +6,18 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen3Config,
 )
 
 from loss_fns.cross_entropy import cross_entropy
-from tests.backends.tiny import make_lora
+from tests.backends.test_local_lora import load
+from tests.backends.tiny import character_tokenizer, make_lora, make_sampling
+from tunebook.backends.local.logprobs import collate, target_logprobs
 from tunebook.backends.local.stream import stream_hidden, supports_stream
 from tunebook.types import Datum
 
@@ -119,3 +123,87 @@ def test_stream_and_padding_agree(open_backend, tmp_path):
     session.forward_backward(data, cross_entropy).result()
     for key, parameter in session._weights.parameters.items():
         torch.testing.assert_close(stream[key], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+PHI3 = Phi3Config(
+    **{**SIZES, "max_position_embeddings": 256},
+    original_max_position_embeddings=16,
+    initializer_range=0.15,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    },
+)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+SCALED = {
+    "longrope": PHI3,
+    "dynamic": LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 16}, initializer_range=0.15, rope_parameters=DYNAMIC
+    ),
+    "dynamic in some layers": Gemma3TextConfig(
+        **{**SIZES, "max_position_embeddings": 16},
+        head_dim=8,
+        initializer_range=0.15,
+        rope_parameters={
+            "full_attention": DYNAMIC,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_the_angles_of_a_row_do_not_depend_on_the_rows_beside_or_before_it(tmp_path, kind):
+    """Lengths on both sides of 16, from where on angles change; each alone in a new model."""
+    random_model(SCALED[kind]).save_pretrained(tmp_path)
+    data = rows([11, 41, 16, 17, 18, 12])
+    expected = []
+    for row in data:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+        expected.append(logits.log_softmax(1).gather(1, tokens[1:, None])[:, 0])
+    base = load(str(tmp_path))
+    for numbers in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1], [2], [0, 5]):
+        batch = collate(
+            [data[number] for number in numbers],
+            num_columns=max(data[number].num_scored for number in numbers),
+            device=base.device,
+        )
+        with torch.no_grad():
+            found = target_logprobs(base, batch, fill=0.0)
+        for number, logprobs in zip(numbers, found, strict=True):
+            torch.testing.assert_close(
+                logprobs[: data[number].num_scored], expected[number], rtol=0, atol=1e-5
+            )
+
+
+def test_long_rows_change_no_gradient_and_no_sample_of_short_ones(open_backend, tmp_path):
+    folder = tmp_path / "model"
+    random_model(PHI3).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    data = rows([11, 41, 16, 12])
+    whole, alone = (
+        gradients_of(
+            open_backend, tmp_path, "a", [data], model=str(folder), micro_batch_tokens=tokens
+        )
+        for tokens in (10_000, 1)
+    )
+    for key, gradient in whole.items():
+        torch.testing.assert_close(alone[key], gradient, rtol=1e-4, atol=1e-6)
+    session = open_backend(model=str(folder)).open_session("b", make_lora(), directory=tmp_path)
+    generator = session.publish_weights().result()
+    prompts = [row.tokens.tolist() for row in data]
+    params = make_sampling(temperature=0.0, max_tokens=4)
+    together = generator.sample(prompts, params, 1).result()
+    for prompt, [completion] in zip(prompts, together, strict=True):
+        [[expected]] = generator.sample([prompt], params, 1).result()
+        assert completion.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.backends.tiny import make_lora, make_sampling
+from loss_fns.cross_entropy import cross_entropy
+from tests.backends.tiny import make_adam, make_data, make_lora, make_sampling
 from tunebook.backends.local import LocalBackend, vllm_generator
 from tunebook.backends.local.vllm_generator import (
     AdapterPublisher,
@@ -235,3 +236,23 @@ def test_a_session_publishes_to_vllm_and_older_generators_are_stale(open_backend
         second.sample([[5] * 10], make_sampling(), 1).result()
     session.close()
     assert not second._adapter.folder.exists()
+
+
+def test_scores_and_streams_are_of_the_published_weights(open_backend, tmp_path) -> None:
+    """Training on changes neither; they are those of a generator of torch."""
+    prompt, params = list(range(10, 40)), make_sampling(temperature=0.0)
+    found = []
+    for name in ("torch", "vllm"):
+        session = open_backend().open_session(name, make_lora(), directory=tmp_path / name)
+        if name == "vllm":
+            publisher = AdapterPublisher(VllmEngine({}), session=name, rank=4, max_seq_len=None)
+            session._settings = replace(session._settings, publisher=publisher)
+        generator = session.publish_weights().result()
+        for _ in range(2):
+            [scores] = generator.score([prompt], 0).result()
+            pieces = [piece.tokens for piece in generator.stream(prompt, params)]
+            found.append((scores.logprobs, pieces))
+            session.forward_backward(make_data(), cross_entropy)
+            session.optim_step(make_adam(learning_rate=0.1)).result()
+        session.close()
+    assert all(one == found[0] for one in found)

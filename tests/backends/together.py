@@ -23,8 +23,9 @@ from tunebook.backends.base import Backend, Session
 from tunebook.backends.local import LocalBackend
 from tunebook.backends.local.distributed import ShardedBackend, run_together
 from tunebook.display import report_error
+from tunebook.errors import NonFiniteError
 from tunebook.processes import num_processes
-from tunebook.types import CheckpointRef
+from tunebook.types import CheckpointRef, Workload
 
 LENGTHS = (1, 2, 3, 10, 7, 5, 20)
 MICRO_BATCH_TOKENS = 24
@@ -106,6 +107,27 @@ def both_halves(backend: Backend, folder: Path, kind: str) -> None:
     session.save("whole").result()
 
 
+def estimate(backend: Backend, folder: Path, kind: str) -> None:
+    """Before anything is open, and the session that measured is closed after it."""
+    data = make_data(LENGTHS)
+    lengths = [len(datum.tokens) for datum in data]
+    workload = Workload(
+        lengths=lengths * 2,
+        eval_lengths=lengths,
+        supervised=LENGTHS * 2,
+        batch_size=len(data),
+        planned_steps=10,
+        num_evaluations=1,
+        lora=lora_of(kind),
+        sample=data,
+    )
+    found = backend.estimate(workload)
+    assert found.seconds is not None and found.seconds > 0
+    session = backend.open_session("after", lora_of(kind), directory=folder / "after")
+    loss = step(session, data, params_of(kind))["loss"]
+    remember(folder, "estimate", basis=found.basis, tokens=found.train_tokens, loss=loss)
+
+
 def new_backend(model: str, **settings) -> LocalBackend:
     kind = ShardedBackend if num_processes() > 1 else LocalBackend
     return kind(model=model, device="cpu", micro_batch_tokens=MICRO_BATCH_TOKENS, **settings)
@@ -179,6 +201,35 @@ def sample(backend: Backend, folder: Path) -> None:
         stops=[str(one.stop_reason) for one in found],
         later=np.concatenate([one.numpy() for one in later]),
     )
+
+
+def sample_to_the_end(backend: Backend, folder: Path) -> None:
+    """As many tokens as the model has positions for, a full row beside one that is not."""
+    session = backend.open_session("long", make_lora(), directory=folder / "long")
+    generator = session.publish_weights().result()
+    params = make_sampling(temperature=0.0, max_tokens=1000)
+    numbers = range(20, 50)
+    # Two of each length: both processes have both.
+    found = generator.sample([[7, *numbers], [8], [9, *numbers], [10]], params, 1).result()
+    remember(
+        folder,
+        "long",
+        lengths=[len(one.tokens) for [one] in found],
+        tokens=np.concatenate([one.tokens for [one] in found]),
+    )
+
+
+def sample_nan(backend: Backend, folder: Path) -> None:
+    """A prompt that the model has no numbers for; the session goes on."""
+    session = backend.open_session("nan", make_lora(), directory=folder / "nan")
+    generator = session.publish_weights().result()
+    message = ""
+    try:
+        generator.sample([[50], [100], [60]], make_sampling(), 1).result()
+    except NonFiniteError as error:
+        message = str(error)
+    [[later]] = generator.sample([[50]], make_sampling(), 1).result()
+    remember(folder, "nan", message=message, tokens=later.tokens)
 
 
 def broken_loss(logprobs, *, token_weights):

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunebook.backends.local.generator import LocalGenerator
 from tunebook.errors import NonFiniteError
 from tunebook.serve.losses import Observed, from_gradients
 from tunebook.serve.operations import (
@@ -197,8 +196,6 @@ def _sample(trainee: Trainee, request: Sample) -> Callable[[], Result]:
     generator, version = trainee.generator, published.version
     future = generator.sample(request.prompts, request.params, request.num_samples)
     scored = request.prompt_logprobs or request.top_logprobs > 0
-    if scored and not isinstance(generator, LocalGenerator):
-        raise OperationError("INVALID_INPUT", "log-probs of prompts need the torch generator")
     scores = generator.score(request.prompts, request.top_logprobs) if scored else None
 
     def finish() -> Result:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tunebook.backends.local.quantised import FULL, loading_options
-from tunebook.backends.local.stream import supports_stream
+from tunebook.backends.local.stream import (
+    angles_depend_on_length,
+    rotate_rows_alone,
+    supports_stream,
+)
 from tunebook.errors import ConfigError
 from tunebook.models import load_causal_lm, resolve_model
 
@@ -145,6 +149,8 @@ def load_base_model(
         model.to(device)  # pyright: ignore[reportArgumentType]
     else:
         fingerprint = f"{base_weights}-{fingerprint}"
+    if angles_depend_on_length(model.config):
+        rotate_rows_alone(model)
     head = output_head(model, name)
     body = model.base_model
     return BaseModel(

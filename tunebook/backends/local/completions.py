@@ -35,36 +35,19 @@ class Ending:
 
     ids: frozenset[int]
     strings: tuple[str, ...]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
+    """Decodes for strings; may be None where there are none."""
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """One completion in the making."""
+class Sampled:
+    """What has been sampled of a completion."""
 
-    prompt: tuple[int, ...]
-    max_tokens: int
-    policy: Policy
-    ending: Ending
-    draws: FloatArray
-    """`[max_tokens]` uniform in [0, 1); one for each token."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
     broken: bool = False
     """Whether its logits were NaN or infinite."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it takes no more tokens."""
-        return self.stopped or self.broken or len(self.tokens) >= self.max_tokens
-
-    def take(self, token: int, logprob: float) -> None:
-        """Adds a token."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        ending = self.ending
-        self.stopped = ends(self.tokens, ending.ids, ending.strings, ending.tokenizer)
 
     def completion(self, version: int) -> Completion:
         """What has been sampled, by the weights of a version.
@@ -83,6 +66,30 @@ class Row:
             stop_reason=StopReason.STOP if self.stopped else StopReason.LENGTH,
             version=version,
         )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Row(Sampled):
+    """One completion in the making."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    policy: Policy
+    ending: Ending
+    draws: FloatArray
+    """`[max_tokens]` uniform in [0, 1); one for each token."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it takes no more tokens."""
+        return self.stopped or self.broken or len(self.tokens) >= self.max_tokens
+
+    def take(self, token: int, logprob: float) -> None:
+        """Adds a token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        ending = self.ending
+        self.stopped = ends(self.tokens, ending.ids, ending.strings, ending.tokenizer)
 
 
 def make_rows(
@@ -216,7 +223,7 @@ def ends(
     tokens: Sequence[int],
     stop_ids: frozenset[int] | set[int],
     strings: tuple[str, ...],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> bool:
     """Whether the last of `tokens` ends the completion: an end id, or the end of a stop string.
 
@@ -226,6 +233,7 @@ def ends(
         return True
     if not strings:
         return False
+    assert tokenizer is not None
     # A token holds at least one byte, except special ones, which decode to something longer.
     window = max(len(string.encode()) for string in strings) + 1
     text = tokenizer.decode(list(tokens[-window:]), skip_special_tokens=False)

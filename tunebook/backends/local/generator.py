@@ -124,7 +124,7 @@ class LocalGenerator:
                 next(steps, None)
             fresh = tuple(row.tokens[shown:])
             shown = len(row.tokens)
-            whole = row.ending.tokenizer.decode(row.tokens, skip_special_tokens=True)
+            whole = self._load_tokenizer().decode(row.tokens, skip_special_tokens=True)
             assert isinstance(whole, str)
             if not row.finished and whole.endswith(UNFINISHED):
                 whole = text
@@ -225,27 +225,40 @@ def complete(
         rows: decode together from beginning to end.
         applied: the context in which the model computes with the weights to sample.
     """
-    longest = max(len(row.prompt) for row in rows)
-    input_ids_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
-    mask_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        input_ids_BT[number, longest - len(row.prompt) :] = torch.tensor(row.prompt)
-        mask_BT[number, longest - len(row.prompt) :] = 1
-    input_ids_BT, mask_BT = input_ids_BT.to(base.device), mask_BT.to(base.device)
-    positions_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
+    input_ids_BT, mask_BT = padded_prompts([row.prompt for row in rows], base.device)
     cache = None
     while True:
         # Weights are applied for one step at a time: whoever reads the steps may stop between two.
         with torch.no_grad(), applied():
-            logits_BV, cache = next_logits(base, input_ids_BT, mask_BT, positions_BT, cache)
+            logits_BV, cache = next_logits(base, input_ids_BT, mask_BT, cache)
         unfinished = [number for number, row in enumerate(rows) if not row.finished]
         draw_tokens([rows[number] for number in unfinished], logits_BV[unfinished])
         yield
         if all(row.finished for row in rows):
             return
-        input_ids_BT = torch.tensor([row.tokens[-1:] for row in rows], device=base.device)
-        mask_BT = torch.cat([mask_BT, torch.ones_like(mask_BT[:, :1])], dim=1)
-        positions_BT = positions_BT[:, -1:] + 1
+        input_ids_BT, mask_BT = next_inputs(rows, mask_BT)
+
+
+def padded_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left and where they have tokens, both `[B, T]`."""
+    longest = max(map(len, prompts))
+    input_ids_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for number, prompt in enumerate(prompts):
+        input_ids_BT[number, longest - len(prompt) :] = torch.tensor(prompt)
+        mask_BT[number, longest - len(prompt) :] = 1
+    return input_ids_BT.to(device), mask_BT.to(device)
+
+
+def next_inputs(rows: Sequence[Row], mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The last token of every row, `[B, 1]`, and the mask with it.
+
+    A finished row gets padding: its positions stop, which could go beyond the model's.
+    """
+    tokens = [[0 if row.finished else row.tokens[-1]] for row in rows]
+    unfinished = [[not row.finished] for row in rows]
+    mask_B1 = torch.tensor(unfinished, dtype=mask_BT.dtype, device=mask_BT.device)
+    return torch.tensor(tokens, device=mask_BT.device), torch.cat([mask_BT, mask_B1], dim=1)
 
 
 def prompt_scores(base: BaseModel, prompt: Sequence[int], *, top_k: int) -> PromptScores:
@@ -282,9 +295,16 @@ def prompt_scores(base: BaseModel, prompt: Sequence[int], *, top_k: int) -> Prom
 
 
 def next_logits(
-    base: BaseModel, input_ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: Any
+    base: BaseModel, input_ids_BT: Tensor, mask_BT: Tensor, cache: Any
 ) -> tuple[Tensor, Any]:
-    """Logits after the last token, `[B, V]` float32, and the cache to go on with."""
+    """Logits after the last token, `[B, V]` float32, and the cache to go on with.
+
+    Args:
+        base: the model, with whatever adapter is applied to it.
+        input_ids_BT: the tokens that the cache does not hold.
+        mask_BT: 1 at tokens and 0 at padding, those that the cache holds included.
+        cache: of the tokens before; None = there are none.
+    """
     module = base.model if base.logits_rule is None else base.body
     accepted = parameters_of_forward(module)
     cache_name = cache_argument(module)
@@ -294,7 +314,8 @@ def next_logits(
         "use_cache": True,
     }
     if "position_ids" in accepted:
-        inputs["position_ids"] = positions_BT
+        positions_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
+        inputs["position_ids"] = positions_BT[:, -input_ids_BT.shape[1] :]
     if cache is not None:
         inputs[cache_name] = cache
     with base.computing():

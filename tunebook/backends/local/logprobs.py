@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tunebook.backends.local.base_model import BaseModel, body_hidden
-from tunebook.backends.local.stream import MIN_STREAM, stream_hidden
+from tunebook.backends.local.stream import MIN_STREAM, angles_depend_on_length, stream_hidden
 from tunebook.errors import BackendError
 from tunebook.types import Datum, FloatArray
 
@@ -143,7 +143,7 @@ def target_logprobs(
         temperatures_N = batch.temperatures[positions_N // batch.targets.shape[1]]
     with base.computing():
         if base.logits_rule is None:
-            logits_BTV = base.model(**_padded_inputs(batch), use_cache=False).logits
+            logits_BTV = base.model(**_padded_inputs(base, batch), use_cache=False).logits
             logits_NV = logits_BTV.flatten(0, 1)[positions_N]
             selected_N = gather_logprobs(logits_NV, targets_N, temperatures_N)
         else:
@@ -157,15 +157,19 @@ def _selected_hidden(base: BaseModel, batch: Batch, positions_N: Tensor) -> Tens
     if base.streams:
         stream = stream_hidden(base.body, batch.input_ids[batch.real], batch.lengths)
         return stream[batch.selected[batch.real]]
-    hidden_BTH = body_hidden(base.body, **_padded_inputs(batch))
+    hidden_BTH = body_hidden(base.body, **_padded_inputs(base, batch))
     assert hidden_BTH is not None
     return hidden_BTH.flatten(0, 1)[positions_N]
 
 
-def _padded_inputs(batch: Batch) -> dict[str, Tensor]:
-    if batch.attention_mask is None:
-        return {"input_ids": batch.input_ids}
-    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+def _padded_inputs(base: BaseModel, batch: Batch) -> dict[str, Tensor]:
+    inputs = {"input_ids": batch.input_ids}
+    if batch.attention_mask is not None:
+        inputs["attention_mask"] = batch.attention_mask
+        if angles_depend_on_length(base.model.config):
+            # Padding has the position of the last token before it, so it makes no row longer.
+            inputs["position_ids"] = batch.attention_mask.cumsum(1) - 1
+    return inputs
 
 
 def head_logprobs(

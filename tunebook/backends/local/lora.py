@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tunebook.backends.local.engine.adapters import sum_dtype
@@ -199,15 +200,28 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def text_linears(model: PreTrainedModel, head: nn.Module) -> dict[str, nn.Module]:
+    """Name -> every layer that can carry an adapter and takes part where all tokens are text.
+
+    Models of images or sound hold encoders beside the decoder of their text, whose layers have the
+    same names.
+    """
+    linears = linear_modules(model)
+    if model.config.get_text_config() is model.config:
+        return linears
+    reached = {*model.get_decoder().modules(), head}
+    return {name: module for name, module in linears.items() if module in reached}
+
+
 def matches(name: str, suffix: str) -> bool:
     """Whether a module name is `suffix` or ends in it at a dot."""
     return name == suffix or name.endswith(f".{suffix}")
 
 
 def adapter_targets(
-    model: nn.Module, head: nn.Module, target_modules: str | tuple[str, ...]
+    model: PreTrainedModel, head: nn.Module, target_modules: str | tuple[str, ...]
 ) -> dict[str, nn.Module]:
-    """Name -> layer for every layer that `target_modules` asks for.
+    """Name -> layer for every layer of the text decoder and the head that is asked for.
 
     Args:
         model: the base model.
@@ -217,7 +231,7 @@ def adapter_targets(
     Raises:
         ConfigError: a suffix matches no linear layer, or there is nothing to train.
     """
-    linears = linear_modules(model)
+    linears = text_linears(model, head)
     if target_modules == ALL_LINEAR:
         targets = {name: module for name, module in linears.items() if module is not head}
     else:

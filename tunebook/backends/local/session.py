@@ -388,7 +388,7 @@ class LocalSession:
             ),
         )
         self._version += 1
-        return VllmGenerator(
+        generator = VllmGenerator(
             vllm=publisher.engine,
             adapter=adapter,
             version=self._version,
@@ -401,6 +401,9 @@ class LocalSession:
             max_seq_len=publisher.max_seq_len,
             load_tokenizer=self._settings.load_tokenizer,
         )
+        # vLLM has its own copy, but prompts are scored and answers streamed by torch.
+        self._generator = weakref.ref(generator)
+        return generator
 
     def _keep_published_weights(self) -> None:
         # They are copied when they are about to change, and only if somebody can still sample.

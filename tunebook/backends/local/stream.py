@@ -6,9 +6,10 @@ bits however many others there are (on a CPU, from a handful of tokens on).
 Legend: B rows, T tokens of a row, N tokens of the stream, H hidden size, A heads, D head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +144,32 @@ def angles_depend_on_length(config: PreTrainedConfig) -> bool:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in kinds)
+
+
+def rotate_rows_alone(model: PreTrainedModel) -> None:
+    """Makes such a model rotate each row of a batch by what it asks for itself.
+
+    The positions of padding count too, so padding has to have one that is in the row.
+    """
+    for module in model.modules():
+        if "rope_type" in vars(module):
+            module.forward = partial(_angles_by_row, module.forward)
+
+
+def _angles_by_row(
+    angles: Callable[..., tuple[Tensor, ...]],
+    inputs: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+) -> tuple[Tensor, ...]:
+    """Cosines and sines `[B, T, D]` of positions `[B, T]`, each row as if it were alone."""
+    named = {} if layer_type is None else {"layer_type": layer_type}
+    found = []
+    for positions_1T in position_ids.split(1):
+        # After a first token alone, dynamic factors no longer grow with what was seen before.
+        angles(inputs, torch.zeros_like(positions_1T[:, :1]), **named)
+        found.append(angles(inputs, positions_1T, **named))
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 @contextmanager

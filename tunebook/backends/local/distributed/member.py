@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tunebook.backends.base import LossFn
 from tunebook.backends.local import optimizers
-from tunebook.backends.local.distributed.sampling import SampledRow, SamplingTask, sample_rows
+from tunebook.backends.local.completions import Sampled
+from tunebook.backends.local.distributed.sampling import SamplingTask, sample_rows
 from tunebook.backends.local.distributed.sharding import (
     ModelSettings,
     ShardedModel,
@@ -262,7 +263,7 @@ class Member:
         """Makes the weights as they are now the published ones."""
         self.published = None
 
-    def sample(self, task: SamplingTask) -> list[SampledRow]:
+    def sample(self, task: SamplingTask) -> list[Sampled]:
         """All rows of a task, in order, on process 0; see `Generator.sample`."""
         model = self.loaded
         own = row_slices(

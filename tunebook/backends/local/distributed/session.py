@@ -35,7 +35,6 @@ from tunebook.types import (
     Metrics,
     OptimizerParams,
     SamplingParams,
-    StopReason,
 )
 
 
@@ -65,6 +64,11 @@ class ShardedSession:
         self._has_gradient = False
         self._version = 0
         self._generator: Callable[[], ShardedGenerator | None] = lambda: None
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows of a micro-batch are computed as long as the longest of them."""
+        return not self._model.base.streams
 
     @property
     def trainable_parameters(self) -> int:
@@ -305,15 +309,7 @@ class ShardedGenerator:
             tokenizer=tokenizer if strings else None,
             batch_tokens=4 * self._settings.micro_batch_tokens,
         )
-        completions = [
-            Completion(
-                tokens=np.asarray(row.tokens, np.int32),
-                logprobs=np.asarray(row.logprobs, np.float32),
-                stop_reason=StopReason.STOP if row.stopped else StopReason.LENGTH,
-                version=self.version,
-            )
-            for row in self._member.call("sample", task)
-        ]
+        completions = [row.completion(self.version) for row in self._member.call("sample", task)]
         return [
             completions[first : first + num_samples]
             for first in range(0, len(completions), num_samples)
