@@ -111,7 +111,7 @@ def run_recipe(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] 
     if {"--help", "-h"} & set(arguments):
         from tunebook.recipe_help import print_recipe_help
 
-        print_recipe_help(recipe)
+        print_recipe_help(recipe, arguments)
         return 0
     try:
         with terminable(), redacted_output():

@@ -99,6 +99,12 @@ def test_generated_pages_hold_what_the_code_says():
         in made["reference/config_sft.md"]
     )
     assert "| `rollout.group_size` | `8` |" in made["reference/config_grpo.md"]
+    assert (
+        "| `backend.base_weights` | `full` |"
+        in made["reference/config_sft.md"].partition("## Groups")[0]
+    )
+    assert "### backend=tinker\n" in made["reference/config_grpo.md"]
+    assert "### environment=calculator\n" in made["reference/config_grpo.md"]
     assert "One of all_assistant, last_assistant, all." in made["reference/config_sft.md"]
     assert "| `cross_entropy` | sft" in made["reference/losses.md"]
     assert "## exact_number" in made["reference/rewards.md"]
