@@ -138,6 +138,7 @@ def _config_text(name: str) -> str:
 def _defaults(recipe: str) -> dict[str, str]:
     """Group -> file, of the defaults list of a recipe."""
     content = OmegaConf.create(_config_text(recipe))
+    assert isinstance(content, DictConfig)
     entries = [each for each in content["defaults"] if isinstance(each, DictConfig)]
     pairs = [(str(group), name) for each in entries for group, name in each.items()]
     return {group: name for group, name in pairs if not group.startswith("override ")}
