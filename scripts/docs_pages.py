@@ -45,6 +45,9 @@ WITHOUT_CLASS = {
 """Codes that no class carries: category, exit code, meaning."""
 
 
+KEY_HEAD = ("| key | default | meaning |", "| --- | --- | --- |")
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorClass:
     """What the source says about an error that a person can meet."""
@@ -96,8 +99,14 @@ def _api_maker(name: str) -> Callable[[], str]:
 
 
 def config_page(recipe: str) -> str:
-    """Every key of a recipe with its default and meaning, and the groups of files."""
-    from tunebook.recipe_help import config_groups, recipe_keys
+    """Every key of a recipe with its default and meaning, the groups of files and their keys."""
+    from tunebook.recipe_help import (
+        FILE_GROUPS,
+        chosen_files,
+        config_groups,
+        file_keys,
+        recipe_keys,
+    )
 
     lines = [
         f"# Keys of {recipe}",
@@ -109,12 +118,20 @@ def config_page(recipe: str) -> str:
         head = key.name.partition(".")[0]
         if head != section:
             section = head
-            lines += ["", f"## {head}", "", "| key | default | meaning |", "| --- | --- | --- |"]
+            lines += ["", f"## {head}", "", *KEY_HEAD]
         cells = (f"`{key.name}`", f"`{key.default}`", key.meaning)
         lines.append(_line(cells))
+    groups = config_groups(recipe)
     lines += ["", "## Groups", "", "`group=file` takes a file of `configs/`.", ""]
     lines += ["| group | files |", "| --- | --- |"]
-    lines += [_line((f"`{name}`", ", ".join(files))) for name, files in config_groups().items()]
+    lines += [_line((f"`{name}`", ", ".join(files))) for name, files in groups.items()]
+    chosen = chosen_files(recipe, ())
+    for group in FILE_GROUPS:
+        for name in groups.get(group, []):
+            keys = file_keys(group, name)
+            if keys and name != chosen[group]:
+                lines += ["", f"### {group}={name}", "", *KEY_HEAD]
+                lines += [_line((f"`{key.name}`", f"`{key.default}`", key.meaning)) for key in keys]
     return "\n".join(lines) + "\n"
 
 

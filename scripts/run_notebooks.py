@@ -62,7 +62,15 @@ def run_notebook(path: Path, folder: Path) -> NotebookNode:
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     client.execute(env={**os.environ, "PATH": scripts, "IPYTHONDIR": str(folder / ".ipython")})
     notebook.metadata = nbformat.from_dict(METADATA)
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if not is_empty(output)]
     return notebook
+
+
+def is_empty(output: NotebookNode) -> bool:
+    """Whether it shows nothing, as what a display leaves that has cleared itself."""
+    return output.output_type == "display_data" and not any(output.data.values())
 
 
 def problems(notebook: NotebookNode) -> list[str]:

@@ -174,7 +174,10 @@ def test_inspect_is_the_recipes_own(recipes: Path, tmp_path: Path) -> None:
 
 def test_the_help_of_a_recipe_in_a_pipe_is_a_line_for_each_key() -> None:
     lines = call("run", "sft", "--help").stdout.splitlines()
-    assert "plan.epochs  (1.0)  Passes over the training rows." in lines
+    text = (
+        "plan.hash  (null)  Refuse to run unless the plan has this hash (as printed by a dry run)."
+    )
+    assert text in lines
 
 
 def test_the_help_of_inspect_says_what_it_takes_and_returns() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes import dpo, grpo, sft
 from tunebook.compose import (
     build,
     build_function,
@@ -21,6 +22,8 @@ from tunebook.composition_errors import SCHEMAS, recipe_keys
 from tunebook.config import DPOConfig, Mask, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.key_suggestions import nearest_key
+from tunebook.loss_listing import list_losses
+from tunebook.recipe_help import FILE_GROUPS, file_keys, groups_of
 
 
 def group_files(group):
@@ -168,6 +171,35 @@ def test_help_lists_every_key_with_its_meaning():
         "[q_proj,",
     ):
         assert key in done.stdout
+
+
+def test_help_lists_the_keys_of_the_files_that_are_chosen():
+    lines = run_recipe("--help", "backend=together", "tracker=wandb").stdout.splitlines()
+    budget = "seconds that a request is tried again while the service is busy or away"
+    assert f"backend.retry_budget  (180)  {budget}" in lines
+    assert "tracker.project  (tunebook)  W&B project" in lines
+    assert any(line.startswith("lora  ") and "null = full weights" in line for line in lines)
+    assert not any(line.startswith("backend.device") for line in lines)
+    found = [line for line in lines if line.startswith("  loss: ")]
+    assert found == ["  loss: cross_entropy"]
+    assert not any("reward:" in line or "environment:" in line for line in lines)
+
+
+def test_every_key_of_a_file_has_a_comment_that_is_its_meaning():
+    for recipe in SCHEMAS:
+        groups = groups_of(recipe)
+        for group in set(FILE_GROUPS) & set(groups):
+            for name in groups[group]:
+                for key in file_keys(group, name):
+                    assert key.meaning, f"{group}/{name}.yaml: {key.name}"
+
+
+def test_help_names_the_losses_that_fit_the_recipe():
+    modules = {"sft": sft, "dpo": dpo, "grpo": grpo}
+    losses = list_losses({name: module.COLUMNS for name, module in modules.items()})
+    for recipe in SCHEMAS:
+        fitting = {loss.name for loss in losses if recipe in loss.recipes}
+        assert set(groups_of(recipe)["loss"]) == fitting
 
 
 def test_help_of_dpo():

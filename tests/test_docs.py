@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from scripts.docs_pages import error_classes
 from tunebook import errors, runs_commands
+from tunebook.backends.baseten import failures as baseten_failures
+from tunebook.backends.remote.failures import StalledError
+from tunebook.backends.tinker import failures as tinker_failures
+from tunebook.backends.together import failures as together_failures
 from tunebook.errors import TunebookError, WaitTimeout
 from tunebook.runs import NoStepsError
 
 TESTS = Path(__file__).parent
 PROMISES = TESTS.parent / "docs" / "run_promises.md"
 CATEGORIES = {"input", "capacity", "service", "numeric", "system"}
-MADE_OF_OTHERS = {"internal", "out_of_memory", "service_unreachable", "process_lost"}
-"""Codes of failures that are no exception of ours."""
 
 
 def rows():
@@ -39,10 +42,6 @@ def test_every_test_that_is_named_exists():
         assert name in functions, f"{file}::{name}"
 
 
-def subclasses(cls):
-    return {cls}.union(*(subclasses(each) for each in cls.__subclasses__()))
-
-
 def test_every_failure_code_is_documented():
     documented = {
         code: cells[1]
@@ -50,14 +49,23 @@ def test_every_failure_code_is_documented():
         if len(cells) == 3 and cells[1] in CATEGORIES
         for code in re.findall(r"`(\w+)`", cells[0])
     }
-    ours = {
-        error.code: error.category
-        for error in subclasses(TunebookError)
-        if error.__module__.startswith(("tunebook.errors", "tunebook.runs"))
-    }
-    codes = set(ours) | MADE_OF_OTHERS
-    assert {code: documented.get(code) for code in ours} == ours
-    assert set(documented) <= codes, set(documented) - codes
+    expected = {error.code: error.category for error in error_classes()}
+    assert expected.pop("remote") not in CATEGORIES, "those of a service have a page of their own"
+    assert "(errors/remote.md)" in PROMISES.read_text(encoding="utf-8")
+    assert documented == {**expected, TunebookError.code: TunebookError.category}
+
+
+def test_every_code_of_a_service_is_documented():
+    failures = (baseten_failures, tinker_failures, together_failures)
+    codes = {f"http_{status}" for each in failures for status in each.ANSWERS}
+    codes |= {code.lower() for code in together_failures.DUTIES}
+    codes |= {code.lower() for code, _ in baseten_failures.OF_CLASS.values()}
+    for path in (TESTS.parent / "tunebook" / "backends").rglob("*.py"):
+        written = re.findall(r'\bcode="(\w+)"', path.read_text(encoding="utf-8"))
+        codes |= {code.lower() for code in written}
+    page = (TESTS.parent / "docs" / "errors" / "remote.md").read_text(encoding="utf-8")
+    heads = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {code for head in heads for code in re.findall(r"`(\w+)`", head)} == codes
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,7 @@ def test_every_failure_code_is_documented():
         (runs_commands.EXIT_CANCELLED, 3),
         (runs_commands.EXIT_INTERRUPTED_RUN, 4),
         (errors.RunFinalizingError.exit_code, 5),
+        (StalledError.exit_code, 75),
         (WaitTimeout.exit_code, 124),
         (NoStepsError.exit_code, 1),
     ],

@@ -109,10 +109,12 @@ def test_files_of_a_notebook_stay_in_its_folder(tmp_path):
     folder.mkdir()
     path = tmp_path / "n.ipynb"
     cell = new_code_cell("open('made.txt', 'w').close(); 6 * 7", metadata={"scrolled": True})
-    nbformat.write(new_notebook(cells=[cell]), path)
+    empty = new_code_cell("display({'text/plain': ''}, raw=True)")
+    nbformat.write(new_notebook(cells=[cell, empty]), path)
     before = path.read_bytes()
     notebook = run_notebook(path, folder)
     assert (folder / "made.txt").exists() and path.read_bytes() == before
     assert notebook.cells[0].metadata == {}
     assert notebook.cells[0].outputs[0].data == {"text/plain": "42"}
+    assert notebook.cells[1].outputs == [], "a display that shows nothing"
     assert isinstance(path, Path)

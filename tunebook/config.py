@@ -212,11 +212,11 @@ class PlanConfig:
     """How long to train; exactly one of `epochs` and `max_steps`."""
 
     batch_size: int = MISSING
-    """Rows per optimizer step."""
+    """Rows per optimizer step (DPO: pairs, GRPO: prompts)."""
     epochs: float | None = None
-    """Passes over the training rows."""
+    """Passes over the training rows; exactly one of `epochs` and `max_steps`, the other null."""
     max_steps: int | None = None
-    """Optimizer steps."""
+    """Optimizer steps; exactly one of `max_steps` and `epochs`, the other null."""
     checkpoint_every: int = MISSING
     """Steps between evaluations and checkpoints; 0 = only at the end."""
     drop_last: bool = MISSING
@@ -393,7 +393,7 @@ class RecipeConfig:
     name: str | None = None
     """Name of the run, part of its folder's name."""
     seed: int = MISSING
-    """Order of the rows."""
+    """Seed of the order of the rows, and of what is sampled: rollouts and samples."""
     runs_dir: str = MISSING
     """Folder that run directories are made in."""
     plan: PlanConfig = MISSING
@@ -404,6 +404,7 @@ class RecipeConfig:
     optimizer: OptimizerConfig = MISSING
     schedule: ScheduleConfig = MISSING
     lora: LoraSettings | None = MISSING
+    """The adapter, described by the keys below; null = full weights."""
     max_seq_len: int = MISSING
     """Tokens of the longest row."""
     start_from: str | None = None

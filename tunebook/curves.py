@@ -20,6 +20,15 @@ _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of the braille dot at [column][row] of a character cell."""
 TRAIN_LOSS, EVAL_LOSS, LEARNING_RATE = "train/loss", "eval/loss", "train/learning_rate"
+ABOVE: dict[str, Any] = {
+    "loc": "lower right",
+    "bbox_to_anchor": (1, 1),
+    "ncols": 4,
+    "borderaxespad": 0.1,
+    "frameon": False,
+    "fontsize": 9,
+}
+"""A legend that covers no point of a metric that may be anywhere between 0 and 1."""
 SECOND_METRICS = ("reward", "accuracy")
 """What is drawn below the loss, where it was recorded; the first of them."""
 
@@ -152,6 +161,7 @@ def plot_curves(
         )
         evaluated = [*started, *evaluated]
         _draw(axes[1], second, trained, evaluated, best_step)
+        axes[1].legend(**ABOVE)
         axes[1].set_ylabel(second)
     if rates:
         axes[-1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)

@@ -202,7 +202,7 @@ def records(
     advantages: Sequence[FloatArray] = (),
     per_group: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Completions as lines for `samples/`.
+    """Completions as lines for `samples/`; those of several turns with the whole conversation.
 
     Args:
         groups: to write.
@@ -215,6 +215,7 @@ def records(
             "prompt": str(rows[group.row].messages[-1]["content"]),
             "expected": rows[group.row].columns.get("answer"),
             "completion": rollout.completion,
+            **({"messages": rollout.messages} if rollout.num_turns > 1 else {}),
             "reward": None if math.isnan(group.rewards[i]) else float(group.rewards[i]),
             "reward_parts": dict(group.scores[i].parts),
             **({"advantage": float(advantages[number][i])} if len(advantages) else {}),

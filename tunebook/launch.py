@@ -112,7 +112,7 @@ def run_recipe(recipe: str, prepare: Prepare, train: Train, argv: Sequence[str] 
     if {"--help", "-h"} & set(arguments):
         from tunebook.recipe_help import print_recipe_help
 
-        print_recipe_help(recipe)
+        print_recipe_help(recipe, arguments)
         return 0
     try:
         with terminable(), redacted_output():
@@ -236,7 +236,7 @@ def dry_run_text(recipe: str, task: RecipeTask, preparing_s: float) -> str:
     )
 
 
-def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir:
+def start_run(recipe: str, task: RecipeTask, preparing_s: float | None = None) -> RunDir:
     """The run directory of a task that is about to be trained.
 
     A resumed run keeps its directory; a plan that changed is recorded beside the former one.
@@ -244,7 +244,7 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
     Args:
         recipe: name of the recipe.
         task: what its `prepare` returned.
-        preparing_s: seconds that took.
+        preparing_s: seconds that took; None = not measured, and nothing is recorded.
 
     Raises:
         AdmissionError: it would exceed one of its limits, or not fit onto the disk.
@@ -261,8 +261,9 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
     with only_writer(run):
         queued_s = leased_seconds(run.record)
         if queued_s is not None:
-            run.add_time("queued_s", max(queued_s - preparing_s, 0.0))
-        run.add_time("preparing_s", preparing_s)
+            run.add_time("queued_s", max(queued_s - (preparing_s or 0.0), 0.0))
+        if preparing_s is not None:
+            run.add_time("preparing_s", preparing_s)
         config = escaped(replace(task.config, resume=None))
         before = run.read_plan()
         plan = {**task.summary, "data_fingerprint": before["data_fingerprint"]}
@@ -273,7 +274,7 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
     return run
 
 
-def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
+def plan_run(recipe: str, task: RecipeTask, preparing_s: float | None) -> RunDir:
     """A new run directory with config, plan, split, and frozen rows and tokens in it."""
     from tunebook.reports.mask_sample import write_mask_sample
 
@@ -285,7 +286,8 @@ def plan_run(recipe: str, task: RecipeTask, preparing_s: float) -> RunDir:
         run.write_plan({**task.summary, "data_fingerprint": fingerprint})
         run.write_split(task.rows.split)
         write_mask_sample(run, task.rows.train, task.train_data, task.tokenizer)
-        run.add_time("preparing_s", preparing_s)
+        if preparing_s is not None:
+            run.add_time("preparing_s", preparing_s)
     return run
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.resources
 import inspect
+import re
 import textwrap
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,9 @@ from tunebook.key_suggestions import schema_fields
 if TYPE_CHECKING:
     from rich.table import Table
 
+FILE_GROUPS = ("backend", "loss", "tracker", "environment")
+"""Groups whose keys are those of the chosen file, not of a schema."""
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -30,20 +36,26 @@ class Key:
     meaning: str
 
 
-def print_recipe_help(recipe: str) -> None:
-    """Prints usage, groups and keys of a recipe."""
+def print_recipe_help(recipe: str, arguments: Sequence[str] = ()) -> None:
+    """Prints usage, groups and keys of a recipe.
+
+    Args:
+        recipe: its name.
+        arguments: beside `--help`; `backend=together` shows the keys of that file.
+    """
     from rich.console import Console
 
     console = Console()
     schema = SCHEMAS[recipe]
+    keys = recipe_keys(recipe, chosen_files(recipe, arguments))
     usage = f"{inspect.getdoc(schema)} Usage: python -m recipes.{recipe} key=value ..."
     console.print(usage, markup=False, style="bold", soft_wrap=True)
     if console.is_terminal:
-        console.print(_key_table(recipe))
+        console.print(_key_table(keys))
     else:  # a line for each key, for grep
-        for key in recipe_keys(recipe):
+        for key in keys:
             print(f"{key.name}  ({key.default})  {key.meaning}")
-    console.print(_groups(), soft_wrap=True)
+    console.print(_groups(recipe), soft_wrap=True)
     console.print(
         "\nHydra's flags work too: --cfg job (show the config), --multirun (several values), "
         "--config-dir DIR (groups of your own). --debug shows tracebacks, --detach trains in the "
@@ -52,14 +64,14 @@ def print_recipe_help(recipe: str) -> None:
     )
 
 
-def _key_table(recipe: str) -> Table:
+def _key_table(keys: Sequence[Key]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("key", "default", "meaning"):
         table.add_column(column, overflow="fold", no_wrap=column == "key")
     section = ""
-    for key in recipe_keys(recipe):
+    for key in keys:
         if key.name.partition(".")[0] != section:
             section = key.name.partition(".")[0]
             table.add_row()
@@ -67,18 +79,69 @@ def _key_table(recipe: str) -> Table:
     return table
 
 
-def recipe_keys(recipe: str) -> list[Key]:
-    """Every key of a recipe, in the order of its schema."""
+def recipe_keys(recipe: str, files: Mapping[str, str] | None = None) -> list[Key]:
+    """Every key of a recipe, in the order of its schema.
+
+    Args:
+        recipe: its name.
+        files: group -> the file whose keys are listed; None = those of the recipe's defaults.
+    """
+    files = chosen_files(recipe, ()) if files is None else files
     defaults = default_config(recipe)
     keys: list[Key] = []
     for key, owner in schema_fields(SCHEMAS[recipe]):
-        if key.startswith("data.eval.") or (_is_section(defaults, key) and key != "data.eval"):
+        is_whole = key in ("data.eval", "lora")
+        if key.startswith("data.eval.") or (_is_section(defaults, key) and not is_whole):
             continue
         leaf = key.rpartition(".")[2]
-        shown = "null" if key == "data.eval" else _shown(OmegaConf.select(defaults, key))
+        shown = _shown(OmegaConf.select(defaults, key))
+        if is_whole:
+            shown = "null" if key == "data.eval" else "{...}"
+        in_file = file_keys(key, files[key]) if key in files else []
+        if key in files:
+            shown = files[key] if in_file or key in ("backend", "loss") else "null"
         meaning = f"{field_docs(owner).get(leaf, '')} {_choices(owner, leaf)}".strip()
-        keys.append(Key(key, shown, meaning))
+        keys += [Key(key, shown, meaning), *in_file]
     return keys
+
+
+def chosen_files(recipe: str, arguments: Sequence[str]) -> dict[str, str]:
+    """Group of `FILE_GROUPS` -> the file that a command line chooses, else the recipe's own."""
+    groups = groups_of(recipe)
+    words = dict(word.split("=", 1) for word in arguments if "=" in word)
+    files = {group: name for group, name in _defaults(recipe).items() if group in FILE_GROUPS}
+    return {
+        group: words[group] if words.get(group) in groups[group] else name
+        for group, name in files.items()
+    }
+
+
+def file_keys(group: str, name: str) -> list[Key]:
+    """The keys of a file of `configs/` with the comments that stand behind them."""
+    text = _config_text(f"{group}/{name}")
+    content = OmegaConf.create(text) or OmegaConf.create({})
+    assert isinstance(content, DictConfig)
+    keys = [key for each in content.get("defaults", []) for key in file_keys(group, each)]
+    comments = dict(re.findall(r"^(\w+):[^#\n]*?\s+#\s*(.*)$", text, re.MULTILINE))
+    for leaf in content:
+        if leaf not in ("_target_", "defaults"):
+            key = f"{group}.{leaf}"
+            keys.append(Key(key, _shown(content[leaf]), comments.get(str(leaf), "")))
+    return keys
+
+
+def _config_text(name: str) -> str:
+    path = importlib.resources.files("configs").joinpath(f"{name}.yaml")
+    return path.read_text(encoding="utf-8")
+
+
+def _defaults(recipe: str) -> dict[str, str]:
+    """Group -> file, of the defaults list of a recipe."""
+    content = OmegaConf.create(_config_text(recipe))
+    assert isinstance(content, DictConfig)
+    entries = [each for each in content["defaults"] if isinstance(each, DictConfig)]
+    pairs = [(str(group), name) for each in entries for group, name in each.items()]
+    return {group: name for group, name in pairs if not group.startswith("override ")}
 
 
 def default_config(recipe: str) -> DictConfig:
@@ -136,6 +199,21 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _groups() -> str:
-    groups = (f"  {name}: {', '.join(files)}" for name, files in config_groups().items())
+def groups_of(recipe: str) -> dict[str, list[str]]:
+    """Group of files -> the names that `group=` takes with a recipe."""
+    defaults = _defaults(recipe)
+    groups = {group: names for group, names in config_groups().items() if group in defaults}
+    family = _loss_module(defaults["loss"])
+    groups["loss"] = [name for name in groups["loss"] if _loss_module(name) == family]
+    return groups
+
+
+def _loss_module(name: str) -> str:
+    """Module of a loss; a recipe takes those of the module that its own is of."""
+    [target] = re.findall(r"^_target_: (\S+)$", _config_text(f"loss/{name}"), re.MULTILINE)
+    return target.rpartition(".")[0]
+
+
+def _groups(recipe: str) -> str:
+    groups = (f"  {name}: {', '.join(files)}" for name, files in groups_of(recipe).items())
     return "\n".join(["\n[bold]Groups[/] (group=file):", *groups])

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import typer
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from scripts.docs_pages import error_classes, error_head, generated_pages
 from tunebook.cli import app, recipe_names
@@ -22,6 +24,7 @@ from tunebook.data.sources import sources_of
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 KINDS = {"sft": Kind.conversation, "dpo": Kind.preference, "grpo": Kind.prompt}
@@ -103,6 +106,12 @@ def test_generated_pages_hold_what_the_code_says():
         in made["reference/config_sft.md"]
     )
     assert "| `rollout.group_size` | `8` |" in made["reference/config_grpo.md"]
+    assert (
+        "| `backend.base_weights` | `full` |"
+        in made["reference/config_sft.md"].partition("## Groups")[0]
+    )
+    assert "### backend=tinker\n" in made["reference/config_grpo.md"]
+    assert "### environment=calculator\n" in made["reference/config_grpo.md"]
     assert "One of all_assistant, last_assistant, all." in made["reference/config_sft.md"]
     assert "| `cross_entropy` | sft" in made["reference/losses.md"]
     assert "## exact_number" in made["reference/rewards.md"]
@@ -130,20 +139,54 @@ def test_commands_are_commands_and_their_configs_compose(page, here):
     lay_files(here)
     for _, text in blocks(page, "bash"):
         for line in text.splitlines():
-            words = shlex.split(line, comments=True)
-            if not words:
-                continue
-            assert words[0] == "tunebook", line
-            if any("<" in word for word in words):
-                words = [word for word in words if "<" not in word]
-            if words[1] in recipe_names():
-                check_config(words[1], words[2:])
-            elif words[1] == "inspect":
-                options = [i for i, word in enumerate(words) if word == "--limit"]
-                skipped = {j for i in options for j in (i, i + 1)}
-                check_config("sft", [w for j, w in enumerate(words[2:], 2) if j not in skipped])
-            else:
-                check_command(words[1:])
+            check_line(line)
+
+
+def notebook_commands(path):
+    """The commands of a notebook: quoted in its text, or lines of its code for the shell."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            quoted = re.findall(r"`+([^`]+)`+", cell.source)
+            yield from (" ".join(each.split()) for each in quoted if each.startswith("tunebook "))
+        else:
+            yield from re.findall(r"^[!%$]+ *(tunebook .*)$", cell.source, re.MULTILINE)
+            for found in re.findall(r"\[\s*(\"tunebook\"[^\]]*)\]", cell.source):
+                yield shlex.join(ast.literal_eval(f"[{found}]"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_commands_of_a_notebook_are_commands(path):
+    for line in notebook_commands(path):
+        check_line(line)
+
+
+def test_commands_of_notebooks_are_found(tmp_path):
+    path = tmp_path / "n.ipynb"
+    text = new_markdown_cell("Run `tunebook inspect\nsft data.path=x` or `tunebook losses`.")
+    code = new_code_cell('1\n!tunebook runs list\nrun(["tunebook", "sft", "seed=1"])')
+    nbformat.write(new_notebook(cells=[text, code]), path)
+    found = list(notebook_commands(path))
+    assert found[:2] == ["tunebook inspect sft data.path=x", "tunebook losses"]
+    assert found[2:] == ["tunebook runs list", "tunebook sft seed=1"]
+    with pytest.raises(AssertionError, match="sft"):
+        check_line(found[0])
+    assert sum(1 for each in NOTEBOOKS for _ in notebook_commands(each)) >= 6
+
+
+def check_line(line):
+    words = shlex.split(line, comments=True)
+    if not words:
+        return
+    assert words[0] == "tunebook", line
+    words = [word for word in words if "<" not in word]
+    if words[1] in recipe_names():
+        check_config(words[1], words[2:])
+    elif words[1] == "inspect":
+        options = [i for i, word in enumerate(words) if word == "--limit"]
+        skipped = {j for i in options for j in (i, i + 1)}
+        check_config("sft", [w for j, w in enumerate(words[2:], 2) if j not in skipped])
+    else:
+        check_command(words[1:])
 
 
 def check_config(recipe, words):

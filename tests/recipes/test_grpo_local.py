@@ -241,6 +241,9 @@ def test_an_environment_with_turns_trains(tmp_path):
     run = run_all(config)
     [row] = rows_of(run)
     assert row["train/num_turns"] >= 1
+    for each in run.last_rollouts():
+        said = [message["content"] for message in each.get("messages", [])]
+        assert not said or (each["prompt"] in said[0] or each["prompt"] in said[1])
     if row["train/num_updates"]:
         assert row["train/logprob_gap"] < 1e-4
 
