@@ -46,7 +46,7 @@ from tunebook.runs import (
 )
 from tunebook.runs.attempts import leased_seconds
 from tunebook.runs.listing import flattened
-from tunebook.runs.starting import ending_lease, next_commands
+from tunebook.runs.starting import ending_lease, next_commands, typed_override
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ def dry_run_text(recipe: str, task: RecipeTask, preparing_s: float) -> str:
     run = plan_run(recipe, task, preparing_s)
     return (
         f"Dry run: nothing was trained. The plan is {run.path / 'plan.json'}\n"
-        f"To train exactly this:\n  {tunebook_command()} {recipe} resume={run.path}"
+        "To train exactly this:\n"
+        f"  {tunebook_command()} {recipe} {typed_override('resume', str(run.path))}"
     )
 
 
@@ -340,7 +341,8 @@ def failure_text(run: RunDir) -> str:
     text = f"The run ended here. Its record is {run.path}"
     if newest is None:
         return f"{text}; no checkpoint was saved."
-    command = f"{tunebook_command()} {run.record.recipe} resume={run.path}"
+    resume = typed_override("resume", str(run.path))
+    command = f"{tunebook_command()} {run.record.recipe} {resume}"
     return f"{text}\nTo go on from step {newest.step}:\n  {command}"
 
 

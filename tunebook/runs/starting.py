@@ -149,6 +149,11 @@ def override_line(key: str, value: str) -> str:
     return f'{key}="{escaped}"'
 
 
+def typed_override(key: str, value: str) -> str:
+    """An override as typed into a shell, quoted for both where the value needs it."""
+    return shlex.quote(override_line(key, value))
+
+
 def _escaped(found: re.Match[str]) -> str:
     return found[1] * 2 + ('\\"' if found[2] else "")
 
