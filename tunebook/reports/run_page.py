@@ -34,16 +34,15 @@ _composing = threading.Lock()
 def write_run_report(run: RunDir) -> Path:
     """Writes `report.html` and `curves.png` of a run, and returns the path of the page."""
     evaluation = run.record.evaluation
-    best_step = None if evaluation is None else evaluation.best_step
     title = f"{run.record.recipe} #{run.record.number}: {run.path.name}"
     rows = run.metrics()
-    plot_curves(rows, run.path / "curves.png", title=title, best_step=best_step)
+    plot_curves(rows, run.path / "curves.png", title=title, evaluation=evaluation)
     plan = run.read_plan() if (run.path / "plan.json").is_file() else {}
     parts = [
         f"<h1>{page.escaped(title)}</h1>",
         f'<p class="{state_class(shown_state(run))}">{page.escaped(state_text(run))}</p>',
         page.cards(_cards(run, rows, plan)),
-        page.section("Curves", page.figures(run_charts(rows, best_step=best_step))),
+        page.section("Curves", page.figures(run_charts(rows, evaluation=evaluation))),
         page.section("Outcome", page.pairs(summary_lines(run)), _plan_and_done(run, rows, plan)),
         _answers(run.samples()),
         _rollouts(run.last_rollouts()),
