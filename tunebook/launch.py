@@ -26,7 +26,6 @@ from tunebook.display import (
     make_console,
     progress_display,
     report_error,
-    tunebook_command,
 )
 from tunebook.errors import ConfigError
 from tunebook.opening import build_backend
@@ -46,7 +45,7 @@ from tunebook.runs import (
 )
 from tunebook.runs.attempts import leased_seconds
 from tunebook.runs.listing import flattened
-from tunebook.runs.starting import ending_lease, next_commands, typed_override
+from tunebook.runs.starting import ending_lease, next_commands, resume_text
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -231,8 +230,7 @@ def dry_run_text(recipe: str, task: RecipeTask, preparing_s: float) -> str:
     run = plan_run(recipe, task, preparing_s)
     return (
         f"Dry run: nothing was trained. The plan is {run.path / 'plan.json'}\n"
-        "To train exactly this:\n"
-        f"  {tunebook_command()} {recipe} {typed_override('resume', str(run.path))}"
+        f"To train exactly this:\n  {resume_text(run, path=str(run.path))}"
     )
 
 
@@ -248,6 +246,7 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
 
     Raises:
         AdmissionError: it would exceed one of its limits, or not fit onto the disk.
+        ConfigError: the run that is resumed is of another recipe.
         RunError: another process is training the run.
     """
     check_limits(task.config, task.summary)
@@ -255,6 +254,11 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float = 0.0) -> RunDir
     if task.config.resume is None:
         return plan_run(recipe, task, preparing_s)
     run = RunDir.open(task.config.resume)
+    if run.record.recipe != recipe:
+        raise ConfigError(
+            f"resume={run.path}: is a run of the recipe {run.record.recipe!r}, so {recipe!r} "
+            "cannot go on with it; start_from takes its weights"
+        )
     with only_writer(run):
         queued_s = leased_seconds(run.record)
         if queued_s is not None:
@@ -341,9 +345,7 @@ def failure_text(run: RunDir) -> str:
     text = f"The run ended here. Its record is {run.path}"
     if newest is None:
         return f"{text}; no checkpoint was saved."
-    resume = typed_override("resume", str(run.path))
-    command = f"{tunebook_command()} {run.record.recipe} {resume}"
-    return f"{text}\nTo go on from step {newest.step}:\n  {command}"
+    return f"{text}\nTo go on from step {newest.step}:\n  {resume_text(run, path=str(run.path))}"
 
 
 def show(report: StepReport, display: StepProgress) -> None:

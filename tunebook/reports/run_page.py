@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from tunebook.composition_errors import SCHEMAS
 from tunebook.curves import plot_curves
 from tunebook.display import duration_text, short_path
 from tunebook.plan_report import data_lines, run_lines
@@ -216,13 +217,15 @@ def _config(run: RunDir) -> str:
     file = run.path / "config.yaml"
     if not file.is_file():
         return ""
+    whole = f"<pre>{page.escaped(file.read_text(encoding='utf-8'))}</pre>"
+    if run.record.recipe not in SCHEMAS:  # a recipe of one's own has no defaults to depart from
+        return page.section("Config", page.details("All keys", whole))
     differences = config_differences(run.record.recipe, run.read_config())
     columns = {
         "key": list(differences),
         "default": [_value(default) for default, _ in differences.values()],
         "here": [_value(ours) for _, ours in differences.values()],
     }
-    whole = f"<pre>{page.escaped(file.read_text(encoding='utf-8'))}</pre>"
     shown = page.table(columns) if differences else "<p>Every key has its default.</p>"
     return page.section(
         "Config", "<h3>What departs from the defaults</h3>", shown, page.details("All keys", whole)
