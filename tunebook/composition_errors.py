@@ -9,6 +9,7 @@ import re
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tunebook.choices import explain_foreign_key
 from tunebook.config import DPOConfig, GRPOConfig, RecipeConfig, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
@@ -29,6 +30,13 @@ def explain_composition_error(error: Exception, recipe: str) -> ConfigError:
     unknown = ("is not in struct", "not in '", "Could not override", "Key '")
     is_value_error = type(cause).__name__ in ("ValidationError", "UnsupportedValueType")
     if full_key and not is_value_error and any(words in text for words in unknown):
+        chosen = getattr(cause, "parent_node", None)
+        if full_key.startswith("backend.") and chosen is not None:
+            foreign = explain_foreign_key(full_key, chosen)
+            own = [f"backend.{name}" for name in chosen]
+            return ConfigError(
+                foreign or explain_unknown_key(full_key, [*schema_keys(SCHEMAS[recipe]), *own])
+            )
         keys = recipe_keys(recipe)
         if full_key in keys:  # the unknown one is in a list or mapping below it
             return ConfigError(f"{full_key}: {text.splitlines()[0]}")
