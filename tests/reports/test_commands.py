@@ -14,7 +14,8 @@ from tunebook.compose import compose
 from tunebook.errors import ConfigError
 from tunebook.launch import failure_text, start_run
 from tunebook.reports import watch
-from tunebook.runs import RunDir, StopReason
+from tunebook.runs import Evaluation, RunDir, StopReason
+from tunebook.text_tables import as_text
 
 
 def said(capsys, *arguments):
@@ -137,3 +138,12 @@ def test_a_run_is_not_taken_on_by_another_recipe(own):
     with pytest.raises(ConfigError, match=r"is a run of the recipe 'mine', so 'sft' cannot go on"):
         start_run("sft", task)
     assert start_run("mine", task).path == own.path
+
+
+def test_a_run_without_a_plan_shows_its_state_before_its_first_step(tmp_path, capsys):
+    run = RunDir.create(tmp_path / "runs", "sft", None)
+    text = as_text(watch.run_view(run.path, Console(width=80, file=io.StringIO())), 80)
+    assert "step 0" in text
+    run.set_evaluation(Evaluation("eval/loss", "down", 0.5, 1, 0.5, 1, 1, 1, False))
+    text = as_text(watch.run_view(run.path, Console(width=80, file=io.StringIO())), 80)
+    assert "eval/loss 0.5000 @ 1, 1 evaluation\n" in text

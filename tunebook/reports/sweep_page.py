@@ -36,9 +36,10 @@ def write_sweep_report(sweep: SweepDir) -> Path:
     worst = "failed" if states["failed"] else "succeeded"
     if not all(each.state in FINAL for each in trials):
         worst = "failed" if states["failed"] else "running"
+    count = "1 trial" if len(trials) == 1 else f"{len(trials)} trials"
     parts = [
         f"<h1>{page.escaped(title)}</h1>",
-        f'<p class="{state_class(worst)}">{len(trials)} trials: {page.escaped(told)}</p>',
+        f'<p class="{state_class(worst)}">{count}: {page.escaped(told)}</p>',
         page.cards(_cards(sweep, table)),
         page.section("Curves", page.figures(sweep_charts(sweep, table))),
         page.section("Trials", _trials(sweep, table)),
@@ -160,7 +161,8 @@ def _next(sweep: SweepDir, *, left: int) -> str:
     commands = [("see this table in a terminal", f"runs compare {shlex.quote(where)}")]
     if left:
         resume = f"{sweep.recipe} --multirun {typed_override('sweep.resume', where)}"
-        commands = [(f"train the {left} that are missing", resume), *commands]
+        missing = "one that is missing" if left == 1 else f"{left} that are missing"
+        commands = [(f"train the {missing}", resume), *commands]
     shown = "".join(
         f"<p>To {page.escaped(what)}:</p><pre>{page.escaped(f'{command} {rest}')}</pre>"
         for what, rest in commands

@@ -298,7 +298,9 @@ class Sweep:
         left = [trial for trial in self._trials if trial.state not in FINAL]
         if left:
             lines += [
-                f"To train the {len(left)} that are missing:",
+                "To train the one that is missing:"
+                if len(left) == 1
+                else f"To train the {len(left)} that are missing:",
                 f"  {command} {self._recipe} --multirun {typed_override('sweep.resume', where)}",
             ]
         self._say("\n".join(lines))
