@@ -12,6 +12,7 @@ from rich.console import Console
 from tunebook import curves, report
 from tunebook.display import tunebook_command
 from tunebook.runs import Evaluation, Preparation, RunDir, StopReason, files, shown_state
+from tunebook.runs.starting import typed_override
 
 PLAN = {
     "recipe": "sft",
@@ -191,7 +192,7 @@ def test_paths_and_commands_are_never_broken(
 def test_the_resume_command_reaches_hydra_as_the_path(folder: str) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    (argument,) = shlex.split(report._override("resume", folder))
+    (argument,) = shlex.split(typed_override("resume", folder))
     (override,) = OverridesParser.create().parse_overrides([argument])
     assert override.value() == folder
 
@@ -365,7 +366,8 @@ def test_a_picture_is_written(tmp_path: Path, num_steps: int) -> None:
         }
         for step in range(1, num_steps + 1)
     ]
-    path = curves.plot_curves(rows, tmp_path / "new" / "c.png", title="t", best_step=20)
+    best = Evaluation("eval/loss", "down", 1.0, 20, 1.0, 40, 2, 20, False)
+    path = curves.plot_curves(rows, tmp_path / "new" / "c.png", title="t", evaluation=best)
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", header[16:24]) == (1200, 750)

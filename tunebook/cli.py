@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ import typer
 
 from tunebook import __version__
 from tunebook.errors import ConfigError
+from tunebook.recipe_files import RECIPES, recipe_files
 from tunebook.report_commands import add_report_commands
 from tunebook.runs_commands import (
     PASS_ON,
@@ -27,7 +27,6 @@ from tunebook.runs_commands import (
     runs_app,
 )
 
-RECIPES = "recipes"
 DEBUG_VARIABLE = "TUNEBOOK_DEBUG"
 
 app = typer.Typer(
@@ -85,10 +84,7 @@ def _settings(
 
 def recipe_names() -> dict[str, str]:
     """Name -> first line of the docstring of every recipe, without importing any."""
-    spec = importlib.util.find_spec(RECIPES)
-    folders = (spec.submodule_search_locations if spec else None) or []
-    files = [file for folder in folders for file in sorted(Path(folder).glob("[a-z]*.py"))]
-    return {file.stem: _summary_line(file) for file in files}
+    return {name: _summary_line(file) for name, file in recipe_files().items()}
 
 
 @app.command(

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tunebook.choices import DATA_OF_A_LOSS, explain_no_choice
 from tunebook.composition_errors import (
     SCHEMAS,
     config_groups,
@@ -538,6 +539,8 @@ def _target(node: Mapping[str, Any], key: str) -> Any:
 
     path = node.get("_target_")
     if not path:
+        if no_choice := explain_no_choice(key, node):
+            raise ConfigError(no_choice)
         raise ConfigError(f"{key}._target_ is missing: give the dotted path of what to use")
     if "" not in sys.path:  # the console script does not look where the user stands
         sys.path.insert(0, "")
@@ -575,7 +578,8 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any], key: str) -> Non
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in arguments:
         if name != "_target_" and name not in accepted and not takes_any:
-            known = [f"{key}.{each}" for each in ("_target_", *sorted(accepted))]
+            settings = accepted - DATA_OF_A_LOSS if key == "loss" else accepted
+            known = [f"{key}.{each}" for each in ("_target_", *sorted(settings))]
             raise ConfigError(explain_unknown_key(f"{key}.{name}", known))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tunebook.choices import explain_foreign_key
 from tunebook.config import DPOConfig, GRPOConfig, RecipeConfig, SFTConfig
 from tunebook.errors import ConfigError
 from tunebook.key_suggestions import explain_unknown_key, schema_keys
@@ -52,6 +53,13 @@ def explain_composition_error(
             section = full_key.rpartition(".")[0]
             known = [f"{section}.{field.name}" for field in dataclasses.fields(schema)]
             return ConfigError(explain_unknown_key(full_key, known))
+        chosen = getattr(cause, "parent_node", None)
+        if full_key.startswith("backend.") and chosen is not None:
+            foreign = explain_foreign_key(full_key, chosen)
+            own = [f"backend.{name}" for name in chosen]
+            return ConfigError(
+                foreign or explain_unknown_key(full_key, [*schema_keys(SCHEMAS[recipe]), *own])
+            )
         keys = recipe_keys(recipe)
         if full_key in keys:  # of another choice of its group
             section, _, leaf = full_key.rpartition(".")

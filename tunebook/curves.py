@@ -11,6 +11,9 @@ from tunebook.runs.metrics import finite, history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from tunebook.runs.record import Evaluation
 
 Point: TypeAlias = tuple[int, float]
 
@@ -19,7 +22,7 @@ ASCII_BLOCKS = "_.-=+*#@"
 _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of the braille dot at [column][row] of a character cell."""
-TRAIN_LOSS, EVAL_LOSS, LEARNING_RATE = "train/loss", "eval/loss", "train/learning_rate"
+LEARNING_RATE = "train/learning_rate"
 ABOVE: dict[str, Any] = {
     "loc": "lower right",
     "bbox_to_anchor": (1, 1),
@@ -30,7 +33,11 @@ ABOVE: dict[str, Any] = {
 }
 """A legend that covers no point of a metric that may be anywhere between 0 and 1."""
 SECOND_METRICS = ("reward", "accuracy")
-"""What is drawn below the loss, where it was recorded; the first of them."""
+"""What is drawn beside the loss, where it was recorded."""
+SIDES = ("train", "start", "eval")
+"""What stands before the name of a metric: where it was measured."""
+LONGEST_TITLE, LONGEST_LABEL = 76, 30
+"""Characters that fit into a picture."""
 
 
 def sparkline(values: Sequence[float], *, width: int = 40, unicode: bool = True) -> str:
@@ -128,53 +135,102 @@ def plot_curves(
     path: Path,
     *,
     title: str,
-    best_step: int | None = None,
+    evaluation: Evaluation | None = None,
     dpi: int = 150,
 ) -> Path:
     """Writes a PNG of loss, reward or accuracy, and learning rate over steps; returns its path.
+
+    What was monitored is drawn too, and the best of it marked.
 
     Args:
         rows: metrics of a run, one dict a step.
         path: the file to write.
         title: shown above.
-        best_step: step of the best evaluation, marked; None = no mark.
+        evaluation: what the evaluations of the run said; None = nothing is marked.
         dpi: pixels of an inch; the picture is 8 inches wide.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure_of_curves(rows, title=title, evaluation=evaluation, dpi=dpi).savefig(path, format="png")
+    return path
+
+
+def figure_of_curves(
+    rows: Sequence[Mapping[str, Any]], *, title: str, evaluation: Evaluation | None, dpi: int
+) -> Figure:
+    """What `plot_curves` writes, as a figure of Matplotlib."""
     from matplotlib.figure import Figure
 
     plain = [dict(row) for row in rows]
-    train = finite(history(plain, TRAIN_LOSS))
-    evals = finite(history(plain, EVAL_LOSS))
     rates = finite(history(plain, LEARNING_RATE))
-    recorded = {key for row in plain for key in row}
-    second = next((name for name in SECOND_METRICS if f"train/{name}" in recorded), None)
-    figure = Figure(figsize=(8, 5 if second is None else 7), dpi=dpi, layout="constrained")
-    heights = [3, *([2] if second else []), *([1] if rates else [])]
+    names = ["loss", *second_metrics(plain, evaluation)]
+    heights = [3, *[2] * (len(names) - 1), *([1] if rates else [])]
+    figure = Figure(figsize=(8, 3 + 2 * len(names)), dpi=dpi, layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     per_token = any("eval/perplexity" in row for row in plain)
-    _draw(axes[0], "loss", train, evals, best_step)
-    axes[0].set_ylabel("loss (nats per token)" if per_token else "loss")
-    axes[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
-    if second is not None:
-        trained, started, evaluated = (
-            finite(history(plain, f"{side}/{second}")) for side in ("train", "start", "eval")
-        )
-        evaluated = [*started, *evaluated]
-        _draw(axes[1], second, trained, evaluated, best_step)
-        axes[1].legend(**ABOVE)
-        axes[1].set_ylabel(second)
+    for one, name in zip(axes, names, strict=False):
+        train = finite(history(plain, f"train/{name}"))
+        evals = finite([*history(plain, f"start/{name}"), *history(plain, f"eval/{name}")])
+        _draw(one, name, train, evals, best_step_of(name, evaluation))
+        if name != "loss":
+            one.legend(**ABOVE)
+        is_loss = name == "loss" and per_token
+        one.set_ylabel("loss (nats per token)" if is_loss else label_text(name, LONGEST_LABEL))
+    axes[0].set_title(label_text(title, LONGEST_TITLE), loc="left", fontsize=10, fontweight="bold")
     if rates:
-        axes[-1].plot(*zip(*rates, strict=True), color="#6b7280", linewidth=1.4)
+        axes[-1].plot(
+            *zip(*rates, strict=True), color="#6b7280", linewidth=1.4, marker=lone_marker(rates)
+        )
         axes[-1].set_ylabel("learning rate")
         axes[-1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         axes[-1].set_ylim(bottom=0)
     for one in axes:
+        one.ticklabel_format(axis="y", useOffset=False)
         one.grid(alpha=0.25, linewidth=0.6)
         one.spines[["top", "right"]].set_visible(False)
+    mark_steps(axes[-1])
     axes[-1].set_xlabel("step")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-    return path
+    return figure
+
+
+def second_metrics(rows: Sequence[Mapping[str, Any]], evaluation: Evaluation | None) -> list[str]:
+    """What is drawn of a run beside its loss: rewards, accuracy, and what was monitored."""
+    recorded = {key for row in rows for key in row if row[key] is not None}
+    monitored = [] if evaluation is None else [evaluation.metric.removeprefix("eval/")]
+    names = dict.fromkeys((*SECOND_METRICS, *monitored))
+    return [
+        name
+        for name in names
+        if name != "loss" and any(f"{side}/{name}" in recorded for side in SIDES)
+    ]
+
+
+def best_step_of(name: str, evaluation: Evaluation | None) -> int | None:
+    """The step of the best evaluation, if that is what was monitored."""
+    if evaluation is None or evaluation.metric != f"eval/{name}":
+        return None
+    return evaluation.best_step
+
+
+def label_text(text: str, most: int) -> str:
+    """A text for a picture: of at most so many characters, its middle left out; no formula."""
+    if len(text) > most:
+        kept = most - 1
+        text = f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+    return text.replace("$", r"\$")
+
+
+def lone_marker(points: Sequence[object]) -> str | None:
+    """What is drawn of a line of one point, which has no length."""
+    return "o" if len(points) == 1 else None
+
+
+def mark_steps(axes: Axes) -> None:
+    """Marks the steps below an axis, which are whole."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(
+        MaxNLocator(nbins=7, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    )
 
 
 def smoothed(points: Sequence[Point], window: int) -> list[Point]:
@@ -190,8 +246,15 @@ def _draw(
     axes: Axes, name: str, train: list[Point], evals: list[Point], best_step: int | None
 ) -> None:
     """Draws what a metric was in training and in evaluations, the best of them marked."""
+    shown = label_text(name, LONGEST_LABEL)
     if train:
-        axes.plot(*zip(*train, strict=True), color="#93c5fd", linewidth=1.0, label=f"train {name}")
+        axes.plot(
+            *zip(*train, strict=True),
+            color="#93c5fd",
+            linewidth=1.0,
+            marker=lone_marker(train),
+            label=f"train {shown}",
+        )
     if len(train) >= 20:
         calm = smoothed(train, max(len(train) // 20, 2))
         axes.plot(*zip(*calm, strict=True), color="#1d4ed8", linewidth=1.6, label="train, smoothed")
@@ -202,7 +265,7 @@ def _draw(
             linewidth=1.4,
             marker="o",
             markersize=5,
-            label=f"eval {name}",
+            label=f"eval {shown}",
         )
     best = [(step, value) for step, value in evals if step == best_step]
     if best:

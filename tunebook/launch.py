@@ -26,7 +26,6 @@ from tunebook.display import (
     make_console,
     progress_display,
     report_error,
-    tunebook_command,
 )
 from tunebook.errors import ConfigError
 from tunebook.opening import build_backend
@@ -47,7 +46,7 @@ from tunebook.runs import (
 from tunebook.runs.attempts import leased_seconds
 from tunebook.runs.files import check_writable
 from tunebook.runs.listing import flattened
-from tunebook.runs.starting import ending_lease, next_commands
+from tunebook.runs.starting import ending_lease, next_commands, resume_text
 from tunebook.types import StepReport, Workload
 
 if TYPE_CHECKING:
@@ -232,7 +231,7 @@ def dry_run_text(recipe: str, task: RecipeTask, preparing_s: float) -> str:
     run = plan_run(recipe, task, preparing_s)
     return (
         f"Dry run: nothing was trained. The plan is {run.path / 'plan.json'}\n"
-        f"To train exactly this:\n  {tunebook_command()} {recipe} resume={run.path}"
+        f"To train exactly this:\n  {resume_text(run, path=str(run.path))}"
     )
 
 
@@ -248,6 +247,7 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float | None = None) -
 
     Raises:
         AdmissionError: it would exceed one of its limits, or not fit onto the disk.
+        ConfigError: the run that is resumed is of another recipe.
         RunError: another process is training the run, or another run has fixed the split otherwise
             since this one was prepared.
     """
@@ -256,6 +256,11 @@ def start_run(recipe: str, task: RecipeTask, preparing_s: float | None = None) -
         remember_split(task.rows, task.config)
         return plan_run(recipe, task, preparing_s)
     run = RunDir.open(task.config.resume)
+    if run.record.recipe != recipe:
+        raise ConfigError(
+            f"resume={run.path}: is a run of the recipe {run.record.recipe!r}, so {recipe!r} "
+            "cannot go on with it; start_from takes its weights"
+        )
     has_trained = newest_checkpoint(run.checkpoints()) is not None
     remember_split(task.rows, task.config, has_trained=has_trained)
     with only_writer(run):
@@ -346,8 +351,7 @@ def failure_text(run: RunDir) -> str:
     text = f"The run ended here. Its record is {run.path}"
     if newest is None:
         return f"{text}; no checkpoint was saved."
-    command = f"{tunebook_command()} {run.record.recipe} resume={run.path}"
-    return f"{text}\nTo go on from step {newest.step}:\n  {command}"
+    return f"{text}\nTo go on from step {newest.step}:\n  {resume_text(run, path=str(run.path))}"
 
 
 def show(report: StepReport, display: StepProgress) -> None:

@@ -107,13 +107,12 @@ def show_tokens(task: RecipeTask, rows: Sequence[int] = (0, 1, 2)) -> Page:
 
 def show_curves(run: RunDir) -> Picture:
     """Loss, reward or accuracy, and learning rate of a run over its steps, the best step marked."""
-    evaluation = run.record.evaluation
     with tempfile.TemporaryDirectory() as folder:
         path = plot_curves(
             run.metrics(),
             Path(folder) / "curves.png",
             title=f"{run.record.recipe} #{run.record.number}",
-            best_step=None if evaluation is None else evaluation.best_step,
+            evaluation=run.record.evaluation,
             dpi=DPI,
         )
         return Picture(path.read_bytes())

@@ -25,7 +25,7 @@ from tunebook.plan_report import downgrade_text, plan_text, render_plan
 from tunebook.runs.directory import RunDir
 from tunebook.runs.files import without_surrogates
 from tunebook.runs.record import Evaluation, Preparation, RunRecord, RunState, StopReason
-from tunebook.runs.starting import override_line
+from tunebook.runs.starting import resume_text
 from tunebook.runs.status import INTERRUPTED, shown_state
 from tunebook.text_tables import (
     LABEL_WIDTH,
@@ -202,11 +202,13 @@ def next_commands(run: RunDir) -> list[tuple[str, str]]:
     """What a person can do next with a run, each with the exact command or code."""
     record = run.record
     commands: list[tuple[str, str]] = []
-    resume = f"{tunebook_command()} {record.recipe} {_override('resume', short_path(run.path))}"
+    where = short_path(run.path)
+    resume = resume_text(run, path=where)
     has_config = (run.path / "config.yaml").is_file()
     config = run.read_config() if has_config else {}
     if record.state is RunState.SUCCEEDED:
-        commands.append(("train further", f"{resume} {_longer(config.get('plan') or {})}"))
+        longer = _longer(config.get("plan") or {})
+        commands.append(("train further", resume_text(run, path=where, change=longer)))
     elif record.state is RunState.PENDING:
         if record.preparation is Preparation.VERIFIED:
             commands.append(("start it", resume))
@@ -223,11 +225,6 @@ def next_commands(run: RunDir) -> list[tuple[str, str]]:
     show = f"{tunebook_command()} runs show {shlex.quote(short_path(run.path))}"
     commands.append(("see it again", show))
     return commands
-
-
-def _override(key: str, value: str) -> str:
-    """A Hydra override as typed into a shell, quoted for both where the value needs it."""
-    return shlex.quote(override_line(key, value))
 
 
 def _longer(plan: Mapping[str, Any]) -> str:

@@ -48,8 +48,7 @@ def _report(
     else:
         print(write_run_report(found))
         evaluation = found.record.evaluation
-        best = None if evaluation is None else evaluation.best_step
-        charts = run_charts(found.metrics(), best_step=best) if png else []
+        charts = run_charts(found.metrics(), evaluation=evaluation) if png else []
     for path in write_pictures(charts, found.path / FIGURES) if png else []:
         print(path)
 

@@ -72,9 +72,10 @@ def add_run_commands(app: typer.Typer, recipe_module: Callable[[str], Any]) -> N
     ) -> None:
         """Go on with a run exactly where it is; KEY=VALUE may make its plan longer."""
         from tunebook.runs import find_run
-        from tunebook.runs.starting import override_line
+        from tunebook.runs.starting import override_line, require_command
 
         found = find_run(root, run)
+        require_command(found)
         arguments = [override_line("resume", str(found.path)), *context.args]
         recipe = recipe_module(found.record.recipe)
         _exit_with(lambda: recipe.main([*arguments, *(["--detach"] if detach else [])]))
@@ -94,9 +95,15 @@ def add_run_commands(app: typer.Typer, recipe_module: Callable[[str], Any]) -> N
     ) -> None:
         """Train a failed or cancelled run again: same arguments, same frozen data, new attempt."""
         from tunebook.runs import find_run, retry
-        from tunebook.runs.starting import lease_retry, next_commands, override_line
+        from tunebook.runs.starting import (
+            lease_retry,
+            next_commands,
+            override_line,
+            require_command,
+        )
 
         found = find_run(root, run)
+        require_command(found)
         begin = retry if detach else lease_retry
         started = begin(found.path, resume=resume, idempotency_key=idempotency_key)
         print(_started_text(started, found))

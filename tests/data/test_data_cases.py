@@ -151,7 +151,7 @@ def test_repeated_ids_and_rows_are_named(cases, make_data):
     assert [row.id for row in loaded.rows] == ["a1", "a2", "a1", "a2"]
     conflict, repeats = loaded.warnings
     assert conflict == f"ids with more than one content: 1 (a1 at {path}:1, {path}:3)"
-    assert repeats.startswith("1 rows repeat")
+    assert repeats.startswith("1 row repeats an earlier row exactly; it is kept")
 
 
 def test_equal_text_has_equal_content_hash(cases, make_data):

@@ -22,6 +22,8 @@ WIDE, NARROW = 1280, 390
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     sweep = made_sweep(folder, rates=(1e-4, 1e-3), ranks=(4,))
+    for trial in sweep.trials:
+        object.__setattr__(trial, "label", f"data.path={'long/' * 20}rows.jsonl a_{'b' * 80}")
     return {
         "run": write_run_report(finish(planned_run(folder))),
         "sweep": write_sweep_report(sweep),

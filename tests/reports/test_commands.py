@@ -6,10 +6,16 @@ from contextlib import ExitStack
 import pytest
 from rich.console import Console
 
-from tests.reports.made import finish, made_sweep
+from recipes import sft
+from tests.reports.made import SETTINGS, finish, made_sweep
+from tests.reports.reading import Page
 from tunebook.cli import main
+from tunebook.compose import compose
+from tunebook.errors import ConfigError
+from tunebook.launch import failure_text, start_run
 from tunebook.reports import watch
-from tunebook.runs import RunDir, StopReason
+from tunebook.runs import Evaluation, RunDir, StopReason
+from tunebook.text_tables import as_text
 
 
 def said(capsys, *arguments):
@@ -94,3 +100,50 @@ def test_watching_a_sweep(tmp_path, capsys):
     code, out, _ = said(capsys, "runs", "watch", sweep.path)
     assert code == 0
     assert "learning_rate=0.0001 rank=4" in out and "failed" in out
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A finished run of a recipe that is no command."""
+    config = compose("sft", {**SETTINGS, "runs_dir": str(tmp_path / "runs")})
+    return finish(start_run("mine", sft.prepare(config)))
+
+
+def test_a_run_of_a_recipe_of_ones_own_has_a_report_and_no_command_that_is_none(own, capsys):
+    code, out, err = said(capsys, "report", own.path)
+    assert (code, out, err) == (0, f"{own.path / 'report.html'}\n", "")
+    text = Page(own.path / "report.html").text
+    assert "All keys" in text and "What departs from the defaults" not in text
+    assert f"# the program of your own recipe 'mine', with resume={own.path}" in text
+    assert f"mine resume={own.path}" not in text
+    code, out, _ = said(capsys, "runs", "show", own.path)
+    assert code == 0 and f"with resume={own.path} plan.max_steps=120" in out
+    assert f"mine resume={own.path}" not in failure_text(own)
+
+
+@pytest.mark.parametrize("command", [["resume"], ["retry"], ["retry", "--detach"]])
+def test_a_recipe_of_ones_own_goes_on_from_its_own_program(tmp_path, capsys, command):
+    config = compose("sft", {**SETTINGS, "runs_dir": str(tmp_path / "runs")})
+    run = finish(start_run("mine", sft.prepare(config)), reason=StopReason.CANCELLED)
+    before = (run.path / "run.json").read_text()
+    code, _, err = said(capsys, "runs", command[0], run.path, *command[1:])
+    assert code == 2
+    assert "its recipe 'mine' is none that tunebook has (dpo, grpo, sft)" in err
+    assert f"from its own program, with resume={run.path} in its config" in err
+    assert (run.path / "run.json").read_text() == before
+
+
+def test_a_run_is_not_taken_on_by_another_recipe(own):
+    task = sft.prepare(compose("sft", {"resume": str(own.path)}))
+    with pytest.raises(ConfigError, match=r"is a run of the recipe 'mine', so 'sft' cannot go on"):
+        start_run("sft", task)
+    assert start_run("mine", task).path == own.path
+
+
+def test_a_run_without_a_plan_shows_its_state_before_its_first_step(tmp_path, capsys):
+    run = RunDir.create(tmp_path / "runs", "sft", None)
+    text = as_text(watch.run_view(run.path, Console(width=80, file=io.StringIO())), 80)
+    assert "step 0" in text
+    run.set_evaluation(Evaluation("eval/loss", "down", 0.5, 1, 0.5, 1, 1, 1, False))
+    text = as_text(watch.run_view(run.path, Console(width=80, file=io.StringIO())), 80)
+    assert "eval/loss 0.5000 @ 1, 1 evaluation\n" in text

@@ -47,7 +47,7 @@ def test_the_page_needs_nothing_but_itself(page):
 
 
 def test_the_page_draws_each_curve_with_a_label(run, page):
-    names = [chart.name for chart in run_charts(run.metrics(), best_step=60)]
+    names = [chart.name for chart in run_charts(run.metrics(), evaluation=run.record.evaluation)]
     assert names == ["loss", "learning_rate", "throughput", "grad_norm"]
     assert page.tags.count("svg") == len(names)
     assert page.tags.count("circle") == 6 + 1  # evaluations, and the best of them
@@ -116,7 +116,9 @@ def test_throughput_leaves_out_what_is_unknown():
 
 
 def test_pictures_for_a_paper(run, tmp_path):
-    paths = write_pictures(run_charts(run.metrics(), best_step=60), tmp_path / "figures")
+    paths = write_pictures(
+        run_charts(run.metrics(), evaluation=run.record.evaluation), tmp_path / "figures"
+    )
     assert [path.name for path in paths] == [
         "loss.png", "learning_rate.png", "throughput.png", "grad_norm.png",
     ]  # fmt: skip

@@ -82,6 +82,33 @@ def test_steps_are_whole():
     assert few[-5:-1] == ["0", "1", "2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.69313, 0.69317, ["0.69313", "0.69314", "0.69315", "0.69316", "0.69317"]),
+        (12345.1, 12345.4, ["12,345.1", "12,345.2", "12,345.3", "12,345.4"]),
+        (1e-4, 3e-4, ["0.0001", "0.00015", "0.0002", "0.00025", "0.0003"]),
+    ],
+)
+def test_numbers_beside_an_axis_tell_its_ticks_apart(low, high, texts):
+    found = ticks(drawn([(1, low), (2, high)]))
+    assert [text for text in found if text in texts] == texts
+    assert len(set(found[:4])) == 4
+
+
+@pytest.mark.parametrize("from_zero", [True, False])
+def test_what_is_always_nothing_lies_on_the_ground(from_zero):
+    svg = drawn([(1, 0.0), (2, 0.0)], from_zero=from_zero)
+    assert [y for _, y in placed(svg)] == [HEIGHT - BOTTOM] * 2
+    assert "0" in ticks(svg) and not any(text.startswith("-") for text in ticks(svg))
+
+
+def test_values_that_were_tried_close_together_do_not_run_into_each_other():
+    points = [(rate, 1.0) for rate in (1e-4, 2e-4, 3e-4, 4e-4, 5e-4)]
+    found = ticks(drawn(points, style=Style.DOTS, x_is_log=True))
+    assert "0.0005" in found and "0.0004" not in found
+
+
 def test_names_are_escaped():
     assert "train &lt;loss&gt;" in svg_of(
         Chart("x", "loss", [Series("train <loss>", [(1, 1.0)], Style.DOTS, 0)])

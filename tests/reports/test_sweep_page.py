@@ -4,9 +4,9 @@ import pytest
 
 from tests.reports.made import made_sweep
 from tests.reports.reading import Page
-from tunebook.reports.charts import Style
+from tunebook.reports.charts import OTHER, Style
 from tunebook.reports.run_page import write_run_report
-from tunebook.reports.sweep_page import OTHER, sweep_charts, write_sweep_report
+from tunebook.reports.sweep_page import sweep_charts, write_sweep_report
 from tunebook.sweeps.compare import compare_sweep
 
 
@@ -24,6 +24,8 @@ def test_the_page_shows_every_trial_and_the_best_first(sweep):
     assert "7 trials: 5 succeeded, 1 failed, 1 pending" in page.text
     assert "best trialtrial" in page.text
     assert "the loss of step 2 is nan" in page.text
+    assert "train/loss, smoothed" in page.text and "61,120" in page.text
+    assert "summed over trials" in page.text
     assert f"sft --multirun sweep.resume={sweep.path}" in page.text
     links = [target for target in page.targets if target.endswith("report.html")]
     assert len(links) == 5
@@ -48,3 +50,12 @@ def test_more_trials_than_colours_leave_them_to_the_best(tmp_path):
     colours = [series.colour for series in charts["train_loss"].series]
     assert colours.count(OTHER) == 2 and colours[:2] == [OTHER, OTHER]
     assert sorted(colours[2:]) == list(range(8))
+
+
+def test_a_folder_with_a_space_is_quoted_for_the_shell_and_for_hydra(tmp_path):
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    sweep = made_sweep(folder, rates=(1e-4, 1e-3), ranks=(4,), pending=1)
+    text = Page(write_sweep_report(sweep)).text
+    assert f"""sft --multirun 'sweep.resume="{sweep.path}"'""" in text
+    assert f"runs compare '{sweep.path}'" in text

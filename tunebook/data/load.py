@@ -287,7 +287,12 @@ def _warnings(
         warnings.append(f"ids with more than one content: {len(conflicts)} ({shown}{more})")
     repeats = num_repeats(rows)
     if repeats:
-        warnings.append(f"{repeats} rows repeat an earlier row exactly; they are kept")
+        told = (
+            "1 row repeats an earlier row exactly; it is kept"
+            if repeats == 1
+            else f"{repeats} rows repeat an earlier row exactly; they are kept"
+        )
+        warnings.append(told)
     return warnings
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from tunebook.choices import explain_no_choice
 from tunebook.compose import build_function
 from tunebook.environments.protocol import Environment, Message, Start, Step, Tools, Turn
 from tunebook.errors import ConfigError
@@ -235,6 +236,8 @@ def build_environments(node: Mapping[str, Any]) -> Environments:
     Raises:
         ConfigError: it cannot be imported, does not take an argument, or lacks a limit.
     """
+    if "_target_" not in node and (no_choice := explain_no_choice("environment", node)):
+        raise ConfigError(no_choice)
     for key in LIMITS:
         if key not in node:
             raise ConfigError(

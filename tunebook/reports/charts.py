@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from tunebook.curves import SECOND_METRICS, smoothed
+from tunebook.curves import best_step_of, second_metrics, smoothed
 from tunebook.runs.metrics import finite, history
+from tunebook.runs.record import Evaluation
 
 Row: TypeAlias = Mapping[str, Any]
 """The metrics of a step."""
@@ -59,23 +60,41 @@ class Chart:
     x_label: str = "step"
     x_is_log: bool = False
     from_zero: bool = False
+    caption: str = ""
+    """What stands above it on a page, where that is more than `y_label`."""
 
 
-def run_charts(rows: Sequence[Row], *, best_step: int | None = None) -> list[Chart]:
+OTHER = -1
+"""Colour of series that are not told apart."""
+
+
+def keys_of(chart: Chart) -> list[tuple[str, Series]]:
+    """The legend of a chart, as texts and a series of their look; one text for all others."""
+    own = [(each.name, each) for each in chart.series if each.colour != OTHER]
+    others = [(each.name, each) for each in chart.series if each.colour == OTHER]
+    if len(others) > 1:
+        others = [(f"the other {len(others)}", others[0][1])]
+    return [(text, series) for text, series in (*own, *others) if text]
+
+
+def run_charts(rows: Sequence[Row], *, evaluation: Evaluation | None = None) -> list[Chart]:
     """The charts of a run: reward where there is one, loss, learning rate, throughput and others.
 
     Args:
         rows: metrics, one dict a step.
-        best_step: of the best evaluation, marked; None = no mark.
+        evaluation: what the evaluations of the run said; None = nothing is marked.
     """
     plain = [dict(row) for row in rows]
     recorded = {key for row in plain for key in row if row[key] is not None}
     per_token = "eval/perplexity" in recorded
     labels = {"loss": "loss (nats per token)"} if per_token else {}
-    names = ["loss", *(name for name in SECOND_METRICS if f"train/{name}" in recorded)]
+    names = ["loss", *second_metrics(plain, evaluation)]
     if "reward" in names:  # the loss of a policy says little
         names = ["reward", *(name for name in names if name != "reward")]
-    charts = [_sides(plain, name, labels.get(name, name), best_step) for name in names]
+    charts = [
+        _sides(plain, name, labels.get(name, name), best_step_of(name, evaluation))
+        for name in names
+    ]
     rates = finite(history(plain, "train/learning_rate"))
     charts.append(_single("learning_rate", "learning rate", rates, from_zero=True))
     charts.append(_single("throughput", "tokens per second", throughput(plain), from_zero=True))

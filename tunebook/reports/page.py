@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tunebook.reports.charts import Chart, Style
+from tunebook.reports.charts import Chart, Style, keys_of
 from tunebook.reports.svg import NUM_COLOURS, svg_of
 from tunebook.runs.files import without_surrogates
 
@@ -40,16 +40,18 @@ p { margin: .5rem 0; } a { color: var(--c0); } .small, figcaption { font-size: .
 .card { background: var(--soft); border-radius: 8px; padding: .6rem .8rem; }
 .card b { display: block; font-size: 1.2rem; line-height: 1.35; font-weight: 600;
   overflow-wrap: anywhere; }
-.card small { display: block; line-height: 1.35; }
+.card small { display: block; line-height: 1.35; overflow-wrap: anywhere; }
 .charts { display: grid; gap: 1.5rem 2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
-figure { margin: 0; min-width: 0; } figcaption b { font-weight: 600; font-size: .95rem; }
-svg { display: block; width: 100%; height: auto; font: 12.5px system-ui, sans-serif; }
+figure { margin: 0; min-width: 0; } figcaption { overflow-wrap: anywhere; }
+figcaption b { font-weight: 600; font-size: .95rem; }
+svg { display: block; width: 100%; height: auto; overflow: visible;
+  font: 12.5px system-ui, sans-serif; }
 svg text { fill: var(--faint); } .end { text-anchor: end; } .mid { text-anchor: middle; }
 .grid { stroke: var(--line); stroke-width: .8; } .axis { stroke: var(--faint); stroke-width: 1; }
 polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
 polyline.faint { stroke-width: 1; opacity: .4; } polyline.other { stroke-width: 1; }
-.key { display: inline-block; white-space: nowrap; margin-right: .9rem; color: var(--faint); }
+.key { display: inline-block; overflow-wrap: anywhere; margin-right: .9rem; color: var(--faint); }
 .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px;
   margin-right: .35rem; vertical-align: -.1rem; }
 .key i.faint { opacity: .45; } .key i.star { border-radius: 50%; }
@@ -127,15 +129,16 @@ def figures(charts: Sequence[Chart]) -> str:
 
 
 def _figure(chart: Chart) -> str:
+    heading = chart.caption or chart.y_label
     keys = "".join(
         f'<span class="key"><i class="{_colour(each.colour)}'
         f'{f" {each.style}" if each.style in (Style.FAINT, Style.STAR) else ""}"></i>'
-        f"{escaped(each.name)}</span>"
-        for each in chart.series
-        if each.name and (len(chart.series) > 1 or each.name != chart.y_label)
+        f"{escaped(text)}</span>"
+        for text, each in keys_of(chart)
+        if len(chart.series) > 1 or text != heading
     )
     return (
-        f"<figure><figcaption><b>{escaped(chart.y_label)}</b></figcaption>{svg_of(chart)}"
+        f"<figure><figcaption><b>{escaped(heading)}</b></figcaption>{svg_of(chart)}"
         f"<figcaption>{keys}</figcaption></figure>"
     )
 
@@ -196,6 +199,10 @@ class Markup(str):
     """Text of a table that is HTML already."""
 
 
+class Count(int):
+    """A number of things in a table, with its thousands marked."""
+
+
 def link(text: str, target: str) -> Markup:
     """A link to a file."""
     from urllib.parse import quote
@@ -213,4 +220,6 @@ def _cell(value: Any) -> str:
         return value
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Count):
+        return f"{value:,d}"
     return escaped(f"{value:,.6g}" if isinstance(value, float) else value)

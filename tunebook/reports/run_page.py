@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from tunebook.composition_errors import SCHEMAS
 from tunebook.curves import plot_curves
 from tunebook.display import duration_text, short_path
 from tunebook.plan_report import data_lines, run_lines
@@ -34,16 +35,15 @@ _composing = threading.Lock()
 def write_run_report(run: RunDir) -> Path:
     """Writes `report.html` and `curves.png` of a run, and returns the path of the page."""
     evaluation = run.record.evaluation
-    best_step = None if evaluation is None else evaluation.best_step
     title = f"{run.record.recipe} #{run.record.number}: {run.path.name}"
     rows = run.metrics()
-    plot_curves(rows, run.path / "curves.png", title=title, best_step=best_step)
+    plot_curves(rows, run.path / "curves.png", title=title, evaluation=evaluation)
     plan = run.read_plan() if (run.path / "plan.json").is_file() else {}
     parts = [
         f"<h1>{page.escaped(title)}</h1>",
         f'<p class="{state_class(shown_state(run))}">{page.escaped(state_text(run))}</p>',
         page.cards(_cards(run, rows, plan)),
-        page.section("Curves", page.figures(run_charts(rows, best_step=best_step))),
+        page.section("Curves", page.figures(run_charts(rows, evaluation=evaluation))),
         page.section("Outcome", page.pairs(summary_lines(run)), _plan_and_done(run, rows, plan)),
         _answers(run.samples()),
         _rollouts(run.last_rollouts()),
@@ -217,13 +217,15 @@ def _config(run: RunDir) -> str:
     file = run.path / "config.yaml"
     if not file.is_file():
         return ""
+    whole = f"<pre>{page.escaped(file.read_text(encoding='utf-8'))}</pre>"
+    if run.record.recipe not in SCHEMAS:  # a recipe of one's own has no defaults to depart from
+        return page.section("Config", page.details("All keys", whole))
     differences = config_differences(run.record.recipe, run.read_config())
     columns = {
         "key": list(differences),
         "default": [_value(default) for default, _ in differences.values()],
         "here": [_value(ours) for _, ours in differences.values()],
     }
-    whole = f"<pre>{page.escaped(file.read_text(encoding='utf-8'))}</pre>"
     shown = page.table(columns) if differences else "<p>Every key has its default.</p>"
     return page.section(
         "Config", "<h3>What departs from the defaults</h3>", shown, page.details("All keys", whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
 MOST_POINTS = 400
 """Of a line; a longer one is drawn as means of neighbours."""
 NUM_COLOURS = 8
-MOST_TRIED = 6
-"""Values of a swept key that are marked on its axis themselves."""
+MOST_TRIED, ROOM = 6, 44
+"""Values of a swept key that are marked on its axis themselves, so far apart at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class _Axis:
 
     def ticks(self, *, whole: bool = False) -> list[float]:
         if self.is_log:
-            return _log_ticks(self.low, self.high)
+            return log_ticks(self.low, self.high)
         found = _ticks(self.low, self.high)
         return [value for value in found if not whole or value == round(value)]
 
@@ -55,7 +56,7 @@ def svg_of(chart: Chart) -> str:
     tried = sorted(set(x_values))
     marked = (
         tried
-        if is_scatter and len(tried) <= MOST_TRIED
+        if is_scatter and len(tried) <= MOST_TRIED and _have_room(tried, x_axis)
         else x_axis.ticks(whole=chart.x_label == "step")
     )
     parts = [*_grid(x_axis, y_axis, marked), *_titles(chart)]
@@ -66,12 +67,31 @@ def svg_of(chart: Chart) -> str:
     return f'<svg viewBox="{box}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
+def _have_room(values: Sequence[float], axis: _Axis) -> bool:
+    """Whether numbers below an axis would not run into each other."""
+    places = [axis.place(value) for value in values]
+    return all(after - one >= ROOM for one, after in itertools.pairwise(places))
+
+
 def number_text(value: float) -> str:
     """A number as short as four digits allow."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
         mantissa, _, exponent = f"{value:.3g}".partition("e")
         return f"{mantissa}e{int(exponent)}" if exponent else mantissa
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """Numbers beside an axis, as short as tells them apart."""
+    apart = min((after - one for one, after in itertools.pairwise(values)), default=math.inf)
+    texts = [number_text(value) for value in values]
+    shown = [float(text.replace(",", "")) for text in texts]
+    decimals = 0
+    while any(abs(one - value) > apart / 20 for one, value in zip(shown, values, strict=True)):
+        texts = [f"{value:,.{decimals}f}" for value in values]
+        shown = [round(value, decimals) for value in values]
+        decimals += 1
+    return texts
 
 
 def _axis(
@@ -82,7 +102,7 @@ def _axis(
         return _Axis(low / 1.3, high * 1.3, begin, end, is_log=True)
     if low == high:
         room = abs(low) * 0.1 or 1.0
-        return _Axis(min(low - room, 0.0) if low == 0 else low - room, high + room, begin, end)
+        return _Axis(low if low == 0 else low - room, high + room, begin, end)
     room = (high - low) * pad
     return _Axis(low if low == 0 else low - room, high + room, begin, end)
 
@@ -96,7 +116,8 @@ def _ticks(low: float, high: float, *, about: int = 4) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two, for an axis of ratios."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found = [10.0**power for power in decades if low <= 10.0**power <= high]
     if len(found) >= 2:
@@ -107,19 +128,16 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def _grid(x_axis: _Axis, y_axis: _Axis, x_ticks: Sequence[float]) -> list[str]:
     parts: list[str] = []
-    for value in y_axis.ticks():
+    y_ticks = y_axis.ticks()
+    for value, text in zip(y_ticks, tick_texts(y_ticks), strict=True):
         y = y_axis.place(value)
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="end">{number_text(value)}</text>'
-        )
-    for value in x_ticks:
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="end">{text}</text>')
+    for value, text in zip(x_ticks, tick_texts(x_ticks), strict=True):
         x = x_axis.place(value)
-        parts.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" class="mid">{number_text(value)}</text>'
-        )
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" class="mid">{text}</text>')
     bottom = HEIGHT - BOTTOM
     parts.append(
         f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,16 @@ from typing import Any
 from tunebook.curves import smoothed
 from tunebook.display import duration_text, short_path, tunebook_command
 from tunebook.reports import page
-from tunebook.reports.charts import FEWEST_SMOOTHED, Chart, Series, Style
+from tunebook.reports.charts import FEWEST_SMOOTHED, OTHER, Chart, Series, Style
 from tunebook.reports.run_page import state_class
 from tunebook.reports.svg import NUM_COLOURS, number_text
 from tunebook.runs.files import replace_text
 from tunebook.runs.metrics import finite, history
+from tunebook.runs.starting import typed_override
 from tunebook.sweeps.compare import SweepTable, compare_sweep
 from tunebook.sweeps.record import SweepDir
 from tunebook.sweeps.trial import FINAL
 
-OTHER = -1
-"""Colour of trials behind the best ones, where there are more than colours."""
 LOG_FROM = 8.0
 """How many times the smallest value of a key the largest is, from which on its axis is a log."""
 
@@ -36,9 +36,10 @@ def write_sweep_report(sweep: SweepDir) -> Path:
     worst = "failed" if states["failed"] else "succeeded"
     if not all(each.state in FINAL for each in trials):
         worst = "failed" if states["failed"] else "running"
+    count = "1 trial" if len(trials) == 1 else f"{len(trials)} trials"
     parts = [
         f"<h1>{page.escaped(title)}</h1>",
-        f'<p class="{state_class(worst)}">{len(trials)} trials: {page.escaped(told)}</p>',
+        f'<p class="{state_class(worst)}">{count}: {page.escaped(told)}</p>',
         page.cards(_cards(sweep, table)),
         page.section("Curves", page.figures(sweep_charts(sweep, table))),
         page.section("Trials", _trials(sweep, table)),
@@ -59,6 +60,7 @@ def sweep_charts(sweep: SweepDir, table: SweepTable) -> list[Chart]:
     metrics = {number: run.metrics() if run else [] for number, run in runs.items()}
     rewarded = any("train/reward" in row for rows in metrics.values() for row in rows)
     drawn = "reward" if rewarded else "loss"
+    any_calm = False
     for row in sorted(table.rows, key=lambda row: colours[row["trial"]] != OTHER):
         number = row["trial"]
         name, rows = f"{number}: {labels[number]}", metrics[number]
@@ -68,18 +70,20 @@ def sweep_charts(sweep: SweepDir, table: SweepTable) -> list[Chart]:
             evals.append(Series(name, points, Style.MARKED, colours[number]))
         train = finite(history(rows, f"train/{drawn}"))
         calm = len(train) >= FEWEST_SMOOTHED
+        any_calm = any_calm or calm
         points = smoothed(train, max(len(train) // 20, 2)) if calm else train
         trained.append(Series(name, points, Style.LINE, colours[number]))
+    train_label = f"train/{drawn}, smoothed" if any_calm else f"train/{drawn}"
     charts = [
         Chart("metric", table.metric or "value", [each for each in evals if each.points]),
-        Chart(f"train_{drawn}", f"train/{drawn}", [each for each in trained if each.points]),
+        Chart(f"train_{drawn}", train_label, [each for each in trained if each.points]),
         *(_over_key(table, key, labels) for key in table.settings),
     ]
     return [chart for chart in charts if chart.series]
 
 
 def _colours(table: SweepTable) -> dict[int, int]:
-    """Trial -> its colour: by number while they suffice, else the best have one."""
+    """Trial -> its colour: by number while they suffice, else the best have one, others `OTHER`."""
     numbers = [row["trial"] for row in table.rows]
     if len(numbers) <= NUM_COLOURS:
         return {number: place for place, number in enumerate(sorted(numbers))}
@@ -104,7 +108,7 @@ def _over_key(table: SweepTable, key: str, labels: dict[int, str]) -> Chart:
         points = [(float(value), result) for value, result, _ in found]
         series = [Series(title, points, Style.DOTS, 3, [label for _, _, label in found])]
     is_log = bool(values) and min(values) > 0 and max(values) / min(values) >= LOG_FROM
-    return Chart(f"by_{key}", title, series, x_label=key, x_is_log=is_log)
+    return Chart(f"by_{key}", best, series, x_label=key, x_is_log=is_log, caption=title)
 
 
 def _cards(sweep: SweepDir, table: SweepTable) -> dict[str, tuple[str, str]]:
@@ -119,7 +123,8 @@ def _cards(sweep: SweepDir, table: SweepTable) -> dict[str, tuple[str, str]]:
     seconds = _sum(table, "seconds")
     shown["trials"] = (str(len(table.rows)), "")
     shown["tokens"] = (f"{tokens:,.0f}", "trained on, of all trials")
-    shown["training"] = (duration_text(seconds), "of all trials, added up; they share it")
+    told = "summed over trials; trials that ran together each count the whole time"
+    shown["training"] = (duration_text(seconds), told)
     return shown
 
 
@@ -135,6 +140,8 @@ def _trials(sweep: SweepDir, table: SweepTable) -> str:
         for heading in table.rows[0]
         if heading != "path" and any(row[heading] is not None for row in table.rows)
     }
+    if "tokens" in columns:
+        columns["tokens"] = [None if n is None else page.Count(n) for n in columns["tokens"]]
     if "run" in columns:
         columns["run"] = [
             None if row["path"] is None else _run_link(sweep, row) for row in table.rows
@@ -151,10 +158,11 @@ def _run_link(sweep: SweepDir, row: dict[str, Any]) -> str:
 
 def _next(sweep: SweepDir, *, left: int) -> str:
     command, where = tunebook_command(), short_path(sweep.path)
-    commands = [("see this table in a terminal", f"runs compare {where}")]
+    commands = [("see this table in a terminal", f"runs compare {shlex.quote(where)}")]
     if left:
-        resume = f"{sweep.recipe} --multirun sweep.resume={where}"
-        commands = [(f"train the {left} that are missing", resume), *commands]
+        resume = f"{sweep.recipe} --multirun {typed_override('sweep.resume', where)}"
+        missing = "one that is missing" if left == 1 else f"{left} that are missing"
+        commands = [(f"train the {missing}", resume), *commands]
     shown = "".join(
         f"<p>To {page.escaped(what)}:</p><pre>{page.escaped(f'{command} {rest}')}</pre>"
         for what, rest in commands

@@ -45,7 +45,7 @@ def run_view(path: Path, console: Console) -> RenderableType:
     table = two_columns()
     add_line(table, "run", f"#{record.number} {record.recipe}/{path.name}", style="bold")
     done = (
-        status.steps
+        f"step {status.steps}"
         if status.planned_steps is None
         else _progress(status.steps, status.planned_steps, unicode=unicode)
     )
@@ -68,7 +68,8 @@ def run_view(path: Path, console: Console) -> RenderableType:
     evaluation = record.evaluation
     if evaluation is not None and evaluation.best is not None:
         best = f"{evaluation.metric} {evaluation.best:.4f} @ {evaluation.best_step}"
-        add_line(table, "best", f"{best}, {evaluation.count} evaluations")
+        times = "evaluation" if evaluation.count == 1 else "evaluations"
+        add_line(table, "best", f"{best}, {evaluation.count} {times}")
     if record.failure is not None:
         add_line(table, "why", record.failure.message, style="red")
     for number, event in enumerate(events(path)[-RECENT_EVENTS:]):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tunebook.display import tunebook_command
 from tunebook.errors import RunError
+from tunebook.recipe_files import recipe_files
 from tunebook.runs import attempts
 from tunebook.runs.attempts import LEASE_VARIABLE
 from tunebook.runs.checkpoints import newest_checkpoint
@@ -61,10 +62,12 @@ def start(path: Path | str) -> Started:
     It goes on from the newest checkpoint, or begins where there is none.
 
     Raises:
-        RunError: it was not prepared to the end, has succeeded, or is being trained.
+        RunError: it was not prepared to the end, has succeeded, is being trained, or is of a recipe
+            of one's own.
         StorageError: the folder cannot be written.
     """
     run = RunDir.open(path)
+    require_command(run)
     with only_writer(run):
         run.require_prepared()
         newest = newest_checkpoint(run.checkpoints())
@@ -92,7 +95,8 @@ def retry(path: Path | str, *, resume: bool = False, idempotency_key: str | None
 
     Raises:
         NoCheckpointError: `resume`, and there is none.
-        RunError: the run is being trained, has not been tried, or has succeeded.
+        RunError: the run is being trained, has not been tried, has succeeded, or is of a recipe of
+            one's own.
         StorageError: the folder cannot be written.
     """
     run, known = _lease_retry(path, resume=resume, idempotency_key=idempotency_key, launch=True)
@@ -149,6 +153,40 @@ def override_line(key: str, value: str) -> str:
     return f'{key}="{escaped}"'
 
 
+def resume_text(run: RunDir, *, path: str, change: str = "") -> str:
+    """The command that goes on with a run; of a recipe of one's own, what its program is told.
+
+    Args:
+        run: the run.
+        path: its directory, as it is shown.
+        change: an override that makes its plan longer.
+    """
+    recipe, override = run.record.recipe, typed_override("resume", path)
+    more = f" {change}" if change else ""
+    if recipe in recipe_files():
+        return f"{tunebook_command()} {recipe} {override}{more}"
+    return f"# the program of your own recipe {recipe!r}, with {override}{more}"
+
+
+def require_command(run: RunDir) -> None:
+    """Returns if the recipe of a run is a command, so that tunebook can train it.
+
+    Raises:
+        RunError: it is a recipe of one's own.
+    """
+    if run.record.recipe not in recipe_files():
+        raise RunError(
+            f"{run.path}: its recipe {run.record.recipe!r} is none that tunebook has "
+            f"({', '.join(recipe_files())}). A recipe of your own goes on from its own program, "
+            f"with {override_line('resume', str(run.path))} in its config"
+        )
+
+
+def typed_override(key: str, value: str) -> str:
+    """An override as typed into a shell, quoted for both where the value needs it."""
+    return shlex.quote(override_line(key, value))
+
+
 def _escaped(found: re.Match[str]) -> str:
     return found[1] * 2 + ('\\"' if found[2] else "")
 
@@ -160,6 +198,8 @@ def _lease_retry(
     known = _attempt_of(run, idempotency_key)
     if known is not None:
         return run, known
+    if launch:
+        require_command(run)
     with only_writer(run):
         known = _attempt_of(run, idempotency_key)
         if known is not None:

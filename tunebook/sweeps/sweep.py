@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
@@ -25,6 +26,7 @@ from tunebook.preparation import sharing_rows
 from tunebook.reports.run_page import write_run_report
 from tunebook.reports.sweep_page import write_sweep_report
 from tunebook.runs import Preparation, redact
+from tunebook.runs.starting import typed_override
 from tunebook.sweeps.display import SweepDisplay
 from tunebook.sweeps.driving import train_trials
 from tunebook.sweeps.halving import Halving, check_halving
@@ -291,13 +293,15 @@ class Sweep:
         where = short_path(sweep.path)
         lines = [
             f"The sweep is {where}, on one page in report.html there",
-            f"  {command} runs compare {where}",
+            f"  {command} runs compare {shlex.quote(where)}",
         ]
         left = [trial for trial in self._trials if trial.state not in FINAL]
         if left:
             lines += [
-                f"To train the {len(left)} that are missing:",
-                f"  {command} {self._recipe} --multirun sweep.resume={where}",
+                "To train the one that is missing:"
+                if len(left) == 1
+                else f"To train the {len(left)} that are missing:",
+                f"  {command} {self._recipe} --multirun {typed_override('sweep.resume', where)}",
             ]
         self._say("\n".join(lines))
 
