@@ -103,7 +103,7 @@ def config_page(recipe: str) -> str:
     from tunebook.recipe_help import (
         FILE_GROUPS,
         chosen_files,
-        config_groups,
+        groups_of,
         file_keys,
         recipe_keys,
     )
@@ -121,7 +121,7 @@ def config_page(recipe: str) -> str:
             lines += ["", f"## {head}", "", *KEY_HEAD]
         cells = (f"`{key.name}`", f"`{key.default}`", key.meaning)
         lines.append(_line(cells))
-    groups = config_groups(recipe)
+    groups = groups_of(recipe)
     lines += ["", "## Groups", "", "`group=file` takes a file of `configs/`.", ""]
     lines += ["| group | files |", "| --- | --- |"]
     lines += [_line((f"`{name}`", ", ".join(files))) for name, files in groups.items()]
