@@ -103,8 +103,8 @@ def config_page(recipe: str) -> str:
     from tunebook.recipe_help import (
         FILE_GROUPS,
         chosen_files,
-        groups_of,
         file_keys,
+        groups_of,
         recipe_keys,
     )
 
