@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-test: $(STAMP) ## the whole suite, about 25 minutes on 2 cores
+test: $(STAMP) ## the whole suite, about half an hour on 2 cores
 	$(PYTEST) -n 2 --dist loadgroup -m 'not real'
 
 test-loops: $(LOOPS_STAMP) ## the tests of backend=baseten on Python 3.12, which PYTHON312 picks
